@@ -1,0 +1,145 @@
+"""Configuration: frozen, typed, resolved once, from flags, environment (ROLLSYNC_*) and TOML. No torch.
+
+Precedence: flags over environment over the TOML file over defaults. Unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from rollout_engine.errors import ConfigError
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class ServeConfig(BaseSettings):
+    """Everything `rollsync serve` can be told. Bytes and seconds unless a name says otherwise."""
+
+    model_config = SettingsConfigDict(env_prefix="ROLLSYNC_", frozen=True, extra="forbid")
+
+    model: Path
+    """Directory with config.json, safetensors and (for text) tokenizer.json."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the live weights and KV; auto takes the checkpoint's."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto takes cuda when there is one."""
+    load_format: Literal["disk", "random"] = "disk"
+    """random draws weights (normal, 0.02; norms 1) from `seed`, for benchmarks and tests."""
+    num_threads: int = Field(0, ge=0)
+    """Intra-op threads of torch; 0 keeps torch's own choice."""
+    seed: int = Field(0, ge=0)
+    """Of random weights, and mixed into the seeds drawn for requests without one."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(50051, ge=0, le=65535)
+    """0 lets the system choose; the chosen port is printed and in --ready-file."""
+    token: SecretStr | None = None
+    """Bearer token that every call but health must carry; needed for a host that is not loopback."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    """With all three: mTLS; clients must present a certificate of this CA."""
+    max_message_bytes: int = Field(4 << 20, ge=64 << 10)
+    """Limit of one gRPC message in either direction; the default is a default client's own."""
+    upload_slots: int = Field(8, ge=2, le=1024)
+    """Slots of the shared-memory ring between the processes, each of `max_message_bytes`."""
+    weights_roots: tuple[Path, ...] = ()
+    """Directories that disk updates may read below; `model` is always allowed."""
+
+    page_size: int = Field(16, ge=1, le=1024)
+    num_pages: int = Field(0, ge=0)
+    """Pages of the KV pool; 0 sizes it from memory."""
+    mem_fraction_static: float = Field(0.85, gt=0, lt=1)
+    """Share of the memory before the model loads that weights, KV and reserves may take together."""
+    context_length: int = Field(0, ge=0)
+    """0 takes the model's."""
+    max_running_requests: int = Field(64, ge=1, le=4096)
+    max_waiting_requests: int = Field(65536, ge=1)
+    max_prefill_tokens: int = Field(2048, ge=1)
+    """Prompt tokens of one forward pass; a longer prompt is cut into chunks of this size."""
+    chunked_prefill: bool = True
+    mixed_batches: bool = True
+    """Let prefill chunks and decode rows share a forward pass."""
+    prefix_cache: bool = True
+    attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
+    max_prompt_logits_rows: int = Field(512, ge=1)
+    """Rows of logits computed at once for prompt log-probabilities."""
+
+    reserve_device_staging: bool = False
+    """Keep a second arena on the device, so that updates default to staging=device."""
+    lease_seconds: float = Field(60.0, gt=0)
+    """An open update that no call touches for this long ends."""
+    min_version: int = Field(0, ge=0)
+    """Refuse generation below this weight version; for an engine that replaces a lost one."""
+    initial_version: int = Field(0, ge=0)
+    """Weight version of the weights loaded at start."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings
+
+    @field_validator("model", "tls_cert", "tls_key", "tls_client_ca")
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.expanduser().absolute()
+
+    @field_validator("weights_roots")
+    @classmethod
+    def _absolute_roots(cls, roots: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(root.expanduser().absolute() for root in roots)
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> ServeConfig:
+        tls = (self.tls_cert, self.tls_key)
+        if any(tls) and not all(tls):
+            raise ValueError("tls_cert and tls_key go together")
+        if self.tls_client_ca and not all(tls):
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        if self.host not in LOOPBACK and self.token is None and self.tls_client_ca is None:
+            raise ValueError(
+                f"host {self.host!r} is not loopback: set a token (ROLLSYNC_TOKEN) or mTLS "
+                "(tls_cert, tls_key, tls_client_ca)"
+            )
+        return self
+
+
+def load_config(flags: dict[str, Any], toml: Path | None = None) -> ServeConfig:
+    """Resolve flags, environment and an optional TOML file into one ServeConfig.
+
+    Args:
+        flags: given on the command line; None values are left out.
+        toml: a file whose top-level keys are ServeConfig's fields.
+
+    Raises:
+        ConfigError: naming each bad or unknown key.
+    """
+    values: dict[str, Any] = {}
+    if toml is not None:
+        try:
+            values = tomllib.loads(toml.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read {toml}: {error}") from error
+    in_environment = {key for key in values if f"ROLLSYNC_{key.upper()}" in os.environ}
+    values = {key: value for key, value in values.items() if key not in in_environment}
+    values |= {key: value for key, value in flags.items() if value is not None}
+    known = {f"ROLLSYNC_{name.upper()}" for name in ServeConfig.model_fields}
+    if unknown := sorted(k for k in os.environ if k.startswith("ROLLSYNC_") and k not in known):
+        raise ConfigError(f"unknown environment variable {unknown[0]}; known: {', '.join(sorted(known))}")
+    try:
+        return ServeConfig(**values)
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("; ".join(lines)) from error

@@ -1,0 +1,171 @@
+"""One flat allocation for all weights of a model, and the slots that updates write to.
+
+A storage is one tensor of the model (often fused: q, k and v in one matrix). A slot is the part of a
+storage that one Hugging Face name is written to: consecutive rows, so always one contiguous byte range.
+Storages start at multiples of 256 bytes; slots fill their storage in order, without gaps. A staging
+buffer has the same layout, so a commit is one flat copy.
+
+    arena   |<-- storage qkv (256-aligned) -->|pad|<-- storage o_proj -->|pad| ...
+    slots   | q_proj | k_proj | v_proj |          | o_proj |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weight_updater.requests import Layout, Placement, align
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpec:
+    """A Hugging Face name and the shape of its tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """One tensor of the model and the slots that fill it in order.
+
+    key: the parameter's own name in the model. rows of `slots` add up to `shape[0]`.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    slots: tuple[SlotSpec, ...]
+
+
+class Arena:
+    """Offsets of storages and slots; makes views into any buffer of `nbytes` bytes.
+
+    Args:
+        storages: in the order of the arena.
+        aliases: slot name -> the slot whose storage it shares (a tied head).
+    """
+
+    def __init__(self, storages: Sequence[StorageSpec], aliases: Mapping[str, str] | None = None) -> None:
+        self.storages = {storage.key: storage for storage in storages}
+        self.aliases = dict(aliases or {})
+        self._storage_offset: dict[str, int] = {}
+        self.placements: dict[str, Placement] = {}
+        end = 0
+        for storage in storages:
+            self._storage_offset[storage.key] = end
+            end = align(self._place_slots(storage, end))
+        self.nbytes = end
+        for name, target in self.aliases.items():
+            place = self.placements[target]
+            self.placements[name] = Placement(name, place.dtype, place.shape, place.offset, alias_of=target)
+
+    def _place_slots(self, storage: StorageSpec, offset: int) -> int:
+        itemsize = storage.dtype.itemsize
+        for slot in storage.slots:
+            assert slot.name not in self.placements, f"two slots are named {slot.name}"
+            self.placements[slot.name] = Placement(slot.name, DTYPE_NAMES[storage.dtype], slot.shape, offset)
+            offset += math.prod(slot.shape) * itemsize
+        expected = self._storage_offset[storage.key] + math.prod(storage.shape) * itemsize
+        assert offset == expected, f"the slots of {storage.key} do not fill it"
+        return offset
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tuple(self.placements.values()), self.nbytes)
+
+    @property
+    def slot_names(self) -> list[str]:
+        """Names that hold bytes of their own (no aliases), in the arena's order."""
+        return [name for name, place in self.placements.items() if not place.alias_of]
+
+    def canonical(self, name: str) -> str:
+        """The slot that holds `name`'s bytes: itself, or the target of an alias."""
+        return self.aliases.get(name, name)
+
+    def allocate(self, device: torch.device, *, pin: bool = False) -> torch.Tensor:
+        """A zeroed uint8 buffer of `nbytes` bytes for this layout, 256-byte aligned."""
+        return aligned_zeros(self.nbytes, device, pin=pin)
+
+    def slot_view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        """The slot `name` in `buffer`, in its dtype and shape; borrows `buffer`'s memory."""
+        place = self.placements[name]
+        return self._view(buffer, place.offset, TORCH_DTYPES[place.dtype], place.shape)
+
+    def storage_view(self, buffer: torch.Tensor, key: str) -> torch.Tensor:
+        """The storage `key` in `buffer`; borrows `buffer`'s memory."""
+        storage = self.storages[key]
+        return self._view(buffer, self._storage_offset[key], storage.dtype, storage.shape)
+
+    @staticmethod
+    def _view(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        return buffer[offset : offset + nbytes].view(dtype).view(shape)
+
+
+def aligned_zeros(nbytes: int, device: torch.device, *, pin: bool = False) -> torch.Tensor:
+    """A zeroed uint8 tensor of `nbytes` bytes whose address is a multiple of 256.
+
+    CPU allocators align to 64 bytes only, so a little more is taken and the start is shifted.
+    """
+    slack = 0 if device.type == "cuda" else 256
+    raw = torch.zeros(nbytes + slack, dtype=torch.uint8, device=device, pin_memory=pin)
+    start = -raw.data_ptr() % 256
+    return raw[start : start + nbytes]
+
+
+class WeightTarget:
+    """The live weights of one model: its arena, its parameters, and what is derived from them.
+
+    Args:
+        arena: the layout.
+        parameters: storage key -> the model's Parameter; rebound, in place, to views of the live buffer.
+        device: where the live buffer is allocated.
+        is_buffer: tells names that senders may bring but that are no weights (`rotary_emb.inv_freq`);
+            they are skipped, since the engine computes them itself.
+        finalise: recomputes derived state in place after a write; called at every commit.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        parameters: Mapping[str, torch.nn.Parameter],
+        device: torch.device,
+        is_buffer: Callable[[str], bool] = lambda name: False,
+        finalise: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert parameters.keys() == arena.storages.keys(), "each storage needs its parameter"
+        self.arena = arena
+        self.device = device
+        self.is_buffer = is_buffer
+        self.finalise = finalise
+        self._parameters = dict(parameters)
+        self.buffer = arena.allocate(device)
+        self.bind(self.buffer)
+
+    def bind(self, buffer: torch.Tensor) -> None:
+        """Point every parameter at its place in `buffer` (adopt). Parameter objects stay the same,
+        so ties hold; addresses change, so captured graphs do not.
+        """
+        for key, parameter in self._parameters.items():
+            parameter.data = self.arena.storage_view(buffer, key)
+        self.buffer = buffer
+
+    def slot(self, name: str) -> torch.Tensor:
+        """The live tensor of slot `name`, in the slot's dtype and shape."""
+        return self.arena.slot_view(self.buffer, name)
+
+    def addresses(self) -> dict[str, int]:
+        """Storage key -> address, for comparing before and after."""
+        return {key: parameter.data_ptr() for key, parameter in self._parameters.items()}

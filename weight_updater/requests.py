@@ -1,0 +1,307 @@
+"""What crosses between the parts of an update: plain frozen dataclasses, no torch.
+
+They are the same on both ends: a trainer makes them, the gRPC edge carries them field by field, the
+engine's loop hands them to `WeightUpdater`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+ALIGNMENT = 256
+"""Bytes; every tensor in a bucket, a segment or an arena starts at a multiple of this."""
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the dtypes that an update may bring."""
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+"""Size of a bucket on the distributed path when the sender names none."""
+
+
+def align(nbytes: int) -> int:
+    """Round up to a multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Path(StrEnum):
+    """One of the four ways in."""
+
+    DISK = "disk"
+    DISTRIBUTED = "distributed"
+    TENSOR = "tensor"
+    IPC = "ipc"
+
+
+class Staging(StrEnum):
+    """Where arriving bytes wait for the commit. AUTO: device if it was reserved, else host."""
+
+    AUTO = "auto"
+    DEVICE = "device"
+    HOST = "host"
+    NONE = "none"
+
+
+class Inflight(StrEnum):
+    """What becomes of sequences in flight at the commit."""
+
+    WAIT = "wait"
+    ABORT = "abort"
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+
+
+class Recapture(StrEnum):
+    """When graphs are captured again."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class UpdateState(StrEnum):
+    """Where an update stands."""
+
+    BEGUN = "begun"
+    RECEIVING = "receiving"
+    RECEIVED = "received"
+    PREPARED = "prepared"
+    COMMITTED = "committed"
+    ROLLED_BACK = "rolled_back"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor that an update brings.
+
+    name: Hugging Face name. dtype: key of `ITEMSIZE`. shape: of the whole tensor.
+    checksum: of the bytes that will arrive (see checksum.py), or None if none came with them.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The tensors of an update in the order of the wire."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def packed_offsets(self) -> tuple[list[int], int]:
+        """Offsets in bytes of all tensors packed in order, 256-byte aligned, and the total size."""
+        offsets, end = [], 0
+        for tensor in self.tensors:
+            offsets.append(end)
+            end += align(tensor.nbytes)
+        return offsets, end
+
+    def digest(self) -> str:
+        """A name for this manifest: 32 hex digits over names, dtypes and shapes; not over checksums."""
+        hasher = hashlib.blake2b(digest_size=16)
+        for tensor in self.tensors:
+            hasher.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\n".encode())
+        return hasher.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class BeginUpdate:
+    """Open an update. Either `manifest`, `manifest_digest`, or (disk only) `directory` must be given.
+
+    version: becomes live at commit; 0 means one more than the largest ever committed.
+    lease_s: seconds without a call after which the update ends; 0 means the engine's default.
+    """
+
+    path: Path
+    update_id: str = ""
+    version: int = 0
+    manifest: Manifest | None = None
+    manifest_digest: str = ""
+    checksums: tuple[int, ...] = ()  # with manifest_digest: one per tensor, or empty
+    staging: Staging = Staging.AUTO
+    inflight: Inflight = Inflight.WAIT
+    partial: bool = False
+    keep_previous: bool = False
+    adopt: bool = False
+    recapture: Recapture = Recapture.AUTO
+    allow_nonfinite: bool = False
+    skip_checksums: bool = False
+    lease_s: float = 0.0
+    bucket_bytes: int = 0
+    merged: bool = False
+    num_engines: int = 1
+    directory: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginReply:
+    """What was agreed."""
+
+    update_id: str
+    version: int  # live now
+    commit_sequence: int
+    next_version: int  # live after the commit
+    manifest_digest: str
+    staging: Staging
+    total_bytes: int
+    num_buckets: int
+    bucket_bytes: int
+    unmatched: tuple[str, ...]
+    arena_bytes: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShmSegment:
+    """A POSIX shared-memory segment: name without a slash, size in bytes, id new per allocation."""
+
+    name: str
+    size: int
+    allocation_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CudaIpcRegion:
+    """Memory of another process on a GPU, as typed fields."""
+
+    allocation_id: str
+    device_uuid: str
+    handle: bytes
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPlacement:
+    """Tensor `tensor` of the manifest lies at `offset` bytes in region `handle`."""
+
+    tensor: int
+    handle: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class FromDisk:
+    """Read a safetensors directory."""
+
+    update_id: str
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromDistributed:
+    """Receive the manifest's buckets by broadcast from rank 0 of a group. timeout_s 0: the group's."""
+
+    update_id: str
+    group_name: str
+    timeout_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FromTensor:
+    """Read a shared-memory segment, or (segment None) chunks that the caller feeds to the receiver."""
+
+    update_id: str
+    segment: ShmSegment | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FromIpc:
+    """Copy from memory that a trainer lends until the reply. No placements: one region, packed in order."""
+
+    update_id: str
+    regions: tuple[ShmSegment, ...] = ()
+    cuda_regions: tuple[CudaIpcRegion, ...] = ()
+    placements: tuple[RegionPlacement, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InitGroup:
+    """Join a process group as `rank` (the trainer is rank 0). Times in seconds."""
+
+    group_name: str
+    master_address: str
+    master_port: int
+    rank: int
+    world_size: int
+    backend: str = ""
+    timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Seconds per stage of an update; see weights.proto for what each covers."""
+
+    transfer: float = 0.0
+    verify: float = 0.0
+    pause: float = 0.0
+    write: float = 0.0
+    finalise: float = 0.0
+    recapture: float = 0.0
+    wait: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReply:
+    """What became of an update so far; every path gives the same fields."""
+
+    update_id: str
+    state: UpdateState
+    version: int
+    previous_version: int
+    commit_sequence: int
+    path: Path
+    staging: Staging
+    num_tensors: int
+    num_bytes: int
+    num_changed: int = 0
+    unmatched: tuple[str, ...] = ()
+    seconds: StageSeconds = field(default_factory=StageSeconds)
+    gb_per_s: float = 0.0
+    floor_seconds: float = 0.0
+    verified: bool = False
+    received_checksum: int = 0
+    live_checksum: int = 0
+    num_aborted: int = 0
+    num_recomputed: int = 0
+    num_kept: int = 0
+    graphs_kept: int = 0
+    graphs_recaptured: int = 0
+    graphs_reason: str = ""
+    warnings: tuple[str, ...] = ()
+    extra_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A slot's place in the arena: offset in bytes; alias_of names the slot whose storage it shares."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    alias_of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Every slot of a model and the size of its arena in bytes."""
+
+    placements: tuple[Placement, ...]
+    arena_bytes: int
