@@ -1,0 +1,49 @@
+"""Casts between the dtype that arrives and the dtype of a slot: always round to nearest even."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+PIECE_ELEMENTS = 1 << 20
+"""Elements that are cast at a time; bounds the memory that a cast needs."""
+
+
+def cast_into(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Write `source` into `destination` (1-D, equal length), rounding to nearest even.
+
+    float64 goes to a 16-bit dtype through a float32 that was rounded to odd: rounding to nearest twice
+    would move values that lie just beside a tie.
+    """
+    if source.dtype == torch.float64 and destination.dtype.itemsize == 2:
+        for start in range(0, source.numel(), PIECE_ELEMENTS):
+            piece = slice(start, start + PIECE_ELEMENTS)
+            destination[piece].copy_(_round_to_odd(source[piece]))
+    else:
+        destination.copy_(source)
+
+
+def cast_pieces(source: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (first element, piece in `dtype`) over a 1-D tensor, in bounded memory."""
+    for start in range(0, source.numel(), PIECE_ELEMENTS):
+        part = source[start : start + PIECE_ELEMENTS]
+        piece = torch.empty_like(part, dtype=dtype)
+        cast_into(piece, part)
+        yield start, piece
+
+
+def _round_to_odd(source: torch.Tensor) -> torch.Tensor:
+    """float64 -> float32: towards zero, with the last bit set where bits were lost."""
+    near = source.to(torch.float32)
+    lost = (near.double() != source) & ~source.isnan() & ~source.isinf()
+    away = lost & (near.double().abs() > source.abs())
+    bits = near.view(torch.int32) - away.to(torch.int32)
+    return (bits | lost.to(torch.int32)).view(torch.float32)
+
+
+def as_dtype(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """View 1-D bytes as `dtype`; bytes at an address that does not fit it are copied first."""
+    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype)
