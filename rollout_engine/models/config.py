@@ -1,0 +1,198 @@
+"""ModelConfig: what a model directory says about its model, checked once and free of "maybe"."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout_engine.errors import ConfigError, EngineError, Reason
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. Lengths in tokens; the last four are read for rope_type llama3 (factor: linear too)."""
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a model and what serving it needs.
+
+    context_length: tokens that one sequence may have. eos_token_ids: every id that ends a completion.
+    tie: the head shares the embedding's storage.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    tie: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope: RopeConfig
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V that one token takes in all layers together."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @classmethod
+    def from_directory(
+        cls, directory: Path, *, known: tuple[str, ...], dtype: str = "auto", context_length: int = 0
+    ) -> ModelConfig:
+        """Read `config.json` (through transformers) and `generation_config.json`.
+
+        Args:
+            known: architectures that can be served.
+            dtype: a key of DTYPES, or "auto" for the checkpoint's.
+            context_length: 0 for the model's own.
+
+        Raises:
+            EngineError(MODEL_INVALID): a directory that cannot be read or a model that cannot be served.
+            ConfigError: a context_length beyond the model's.
+        """
+        raw = read_json(directory / "config.json")
+        architecture = (raw.get("architectures") or [""])[0]
+        if architecture not in known:
+            raise invalid(
+                directory,
+                f"its architecture is {architecture!r}; known: {', '.join(sorted(known))} "
+                "(add a file and a line in rollout_engine/models/registry.py)",
+            )
+        # transformers fills in the defaults of each architecture and unifies the spellings of releases.
+        from transformers import AutoConfig
+
+        hf = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False).to_dict()
+        if hf.get("hidden_act", "silu") != "silu":
+            raise invalid(directory, f"hidden_act is {hf['hidden_act']!r}; only 'silu' is supported")
+        length = _context_length(directory, hf, context_length)
+        num_heads = hf["num_attention_heads"]
+        return cls(
+            architecture=architecture,
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            num_layers=hf["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=hf.get("num_key_value_heads") or num_heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
+            rms_norm_eps=hf["rms_norm_eps"],
+            context_length=length,
+            eos_token_ids=_eos_token_ids(directory, hf),
+            dtype=_dtype(directory, raw, dtype),
+            tie=bool(hf.get("tie_word_embeddings", False)),
+            attention_bias=bool(hf.get("attention_bias", False)),
+            mlp_bias=bool(hf.get("mlp_bias", False)),
+            rope=_rope(directory, hf),
+        )
+
+
+def invalid(directory: Path, problem: str) -> EngineError:
+    return EngineError(Reason.MODEL_INVALID, f"cannot serve {directory}: {problem}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises EngineError(MODEL_INVALID) naming the file."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise invalid(
+            path.parent, f"{path.name} cannot be read ({error}); is it a model directory?"
+        ) from error
+    if not isinstance(value, dict):
+        raise invalid(path.parent, f"{path.name} is not a JSON object")
+    return value
+
+
+def _context_length(directory: Path, hf: dict[str, Any], wanted: int) -> int:
+    limit = hf["max_position_embeddings"]
+    if wanted > limit:
+        raise ConfigError(
+            f"context_length is {wanted}, but {directory} goes to {limit}: give {limit} or less"
+        )
+    length = wanted or limit
+    window = hf.get("sliding_window")
+    layered = hf.get("layer_types") or []
+    windowed = "sliding_attention" in layered if layered else hf.get("use_sliding_window", True)
+    if window and windowed and window < length:
+        raise ConfigError(
+            f"{directory} attends over a sliding window of {window} tokens, which is not supported beyond "
+            f"the window: set context_length to {window} or less (it is {length})"
+        )
+    return length
+
+
+def _eos_token_ids(directory: Path, hf: dict[str, Any]) -> tuple[int, ...]:
+    """Ids of generation_config.json first, then those of config.json, without repeats."""
+    path = directory / "generation_config.json"
+    sources = [read_json(path)] if path.exists() else []
+    ids: dict[int, None] = {}
+    for source in (*sources, hf):
+        value = source.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            ids[int(token_id)] = None
+    return tuple(ids)
+
+
+def _dtype(directory: Path, raw: dict[str, Any], wanted: str) -> torch.dtype:
+    name = raw.get("dtype") or raw.get("torch_dtype") if wanted == "auto" else wanted
+    if name is None:
+        return _stored_dtype(directory)
+    if name not in DTYPES:
+        raise invalid(directory, f"its dtype is {name!r}; set dtype to one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _stored_dtype(directory: Path) -> torch.dtype:
+    """The dtype of the first tensor of the checkpoint, for a config that names none."""
+    from safetensors import safe_open
+
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                stored = file.get_slice(key).get_dtype()
+                if stored in SAFETENSORS_DTYPES:
+                    return SAFETENSORS_DTYPES[stored]
+    return torch.float32
+
+
+def _rope(directory: Path, hf: dict[str, Any]) -> RopeConfig:
+    # transformers 5 keeps everything in rope_parameters; 4 has rope_theta beside rope_scaling.
+    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise invalid(directory, f"its rope_type is {rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
+    if (scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise invalid(directory, "it rotates a part of each head only (partial_rotary_factor)")
+    return RopeConfig(
+        rope_type=rope_type,
+        theta=float(scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+        factor=float(scaling.get("factor") or 1.0),
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        original_context=int(
+            scaling.get("original_max_position_embeddings") or hf["max_position_embeddings"]
+        ),
+    )

@@ -1,0 +1,197 @@
+"""Building blocks of decoder models. Parameters hold no gradients; their storage belongs to an arena.
+
+T = packed tokens, N = query heads, K = kv heads, H = head dim, D = hidden size
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rollout_engine.batch.forward import ForwardBatch
+from rollout_engine.models.config import ModelConfig, RopeConfig
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of a step's positions, each [T, 1, H], in the model's dtype."""
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, the mean in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = parameter(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> the same shape and dtype."""
+        wide = x.float()
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        scale = scale.div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        # Rounds to the model's dtype before the product with the weight, as transformers does.
+        return (wide * scale).to(x.dtype).mul_(self.weight)
+
+
+class FusedLinear(nn.Module):
+    """One matrix whose consecutive rows are several Hugging Face linears: one matrix product for all.
+
+    Args:
+        parts: (name of the linear beside this module, its output features), in row order.
+    """
+
+    def __init__(self, in_features: int, parts: tuple[tuple[str, int], ...], *, bias: bool = False) -> None:
+        super().__init__()
+        self.parts = parts
+        rows = sum(size for _, size in parts)
+        self.weight = parameter(rows, in_features)
+        self.bias = parameter(rows) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features] -> [T, sum of the parts]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = parameter(out_features, in_features)
+        self.bias = parameter(out_features) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in_features] -> [T, out_features]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """Rows of `weight` by token id."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = parameter(vocab_size, hidden_size)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[T] int64 -> [T, D]."""
+        return F.embedding(input_ids, self.weight)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Angles per position, [H / 2] float32, in the arithmetic of transformers."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.rope_type == "linear":
+        return frequencies / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3_frequencies(rope, frequencies)
+    return frequencies
+
+
+def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Divide low frequencies by `factor`, keep high ones, and blend smoothly between the two."""
+    wavelengths = 2 * math.pi / frequencies
+    low_wavelength = rope.original_context / rope.low_freq_factor
+    high_wavelength = rope.original_context / rope.high_freq_factor
+    scaled = torch.where(wavelengths > low_wavelength, frequencies / rope.factor, frequencies)
+    smooth = (rope.original_context / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    between = ~(wavelengths < high_wavelength) & ~(wavelengths > low_wavelength)
+    return torch.where(between, blended, scaled)
+
+
+class RotaryEmbedding(nn.Module):
+    """cos and sin of every position. Derived state: never in a checkpoint, recomputed by `fill`."""
+
+    cos: torch.Tensor  # [context_length, H] float32
+    sin: torch.Tensor  # [context_length, H] float32; the first half negated, see `rotate`
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        shape = (config.context_length, config.head_dim)
+        self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
+
+    def fill(self) -> None:
+        """Compute the tables again, in place: captured addresses stay right."""
+        frequencies = inverse_frequencies(self.config.rope, self.config.head_dim).to(self.cos.device)
+        positions = torch.arange(self.config.context_length, device=self.cos.device).float()
+        angles = torch.outer(positions, frequencies)
+        self.cos.copy_(torch.cat((angles.cos(), angles.cos()), dim=-1))
+        self.sin.copy_(torch.cat((-angles.sin(), angles.sin()), dim=-1))
+
+    def forward(self, positions: torch.Tensor) -> Rope:
+        """[T] int64 -> cos, sin, each [T, 1, H] in the model's dtype."""
+        cos = self.cos.index_select(0, positions).to(self.config.dtype).unsqueeze_(1)
+        sin = self.sin.index_select(0, positions).to(self.config.dtype).unsqueeze_(1)
+        return cos, sin
+
+
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Rotate each pair (x[i], x[i + H/2]): x * cos + swap_halves(x) * sin, the sign being in sin. [T, *, H]."""
+    cos, sin = rope
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged KV pool.
+
+    Args:
+        layer_id: index of the layer's K and V in the pool.
+        qk_norm: normalise each query and key head before the rotation (Qwen3).
+    """
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, *, qkv_bias: bool, o_bias: bool, qk_norm: bool = False
+    ) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+
+    def forward(self, x_TD: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
+        """[T, D] -> [T, D]; writes this step's K and V to the pool."""
+        num_tokens = x_TD.shape[0]
+        qkv = self.qkv_proj(x_TD).view(num_tokens, -1, self.head_dim)
+        qk, v_TKH = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        qk = rotate(qk, rope)
+        q_TNH, k_TKH = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        out_TNH = batch.attn_backend.run(self.layer_id, q_TNH, k_TKH, v_TKH, batch)
+        return self.o_proj(out_TNH.reshape(num_tokens, -1))
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.size = size
+        parts = (("gate_proj", size), ("up_proj", size))
+        self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias=config.mlp_bias)
+        self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """[T, D] -> [T, D]."""
+        gate, up = self.gate_up_proj(x_TD).split(self.size, dim=-1)
+        return self.down_proj(F.silu(gate).mul_(up))
