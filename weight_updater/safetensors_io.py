@@ -1,0 +1,320 @@
+"""Directories of safetensors files: read and checked whole before anything else, written atomically.
+
+A checkpoint is `model.safetensors`, or `model.safetensors.index.json` and the files that it names; if both
+are there, the single file is the checkpoint. The index is not trusted: what it names must lie in the
+directory (or in a root that the caller trusts), symbolic links included, and is not opened otherwise.
+
+Our writer gives shards names that were never used before and moves the index last, so a reader sees
+the old checkpoint or the new one, never some of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weight_updater.arena import DTYPE_NAMES
+from weight_updater.checksum import checksums as tensor_checksums
+from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.requests import Manifest, TensorSpec
+from weight_updater.safetensors_header import (
+    CHECKSUMS_KEY,
+    DTYPE_CODES,
+    FileIdentity,
+    StoredTensor,
+    corrupt,
+    open_regular,
+    parse_json,
+    read_header,
+)
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_MAX_INDEX_BYTES = 1 << 28
+_DATA_ALIGNMENT = 256  # of the first tensor's byte in a file that we write
+_WRITE_BYTES = 16 << 20  # copied at a time from a device or a strided tensor
+_OWN_SHARD = re.compile(r"model-\d{5}-of-\d{5}-[0-9a-f]{16}\.safetensors\Z")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An open checkpoint whose headers were checked. Close it, or use `with`.
+
+    tensors: by file, then by place in the file. files: real path -> open descriptor.
+    """
+
+    directory: str
+    tensors: tuple[StoredTensor, ...]
+    files: dict[str, int]
+    identities: dict[str, FileIdentity]
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest(tuple(tensor.spec for tensor in self.tensors))
+
+    def check_unchanged(self) -> None:
+        """Refuse (FILE_CORRUPT) if a file was written to, replaced or removed since it was opened."""
+        for path, identity in self.identities.items():
+            try:
+                now = FileIdentity.of(os.stat(path, follow_symlinks=False))
+            except OSError:
+                now = None
+            if now != identity:
+                raise corrupt(
+                    path, "it changed while it was read; write a checkpoint to a new place and rename it"
+                )
+
+    def close(self) -> None:
+        for fd in self.files.values():
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.files.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def read_headers(directory: str, roots: Sequence[str] = ()) -> list[tuple[TensorSpec, str, int]]:
+    """(tensor spec, file, offset of its data in the file) of each tensor of a checkpoint, checked whole.
+
+    Args and errors as for `open_checkpoint`.
+    """
+    with open_checkpoint(directory, roots) as checkpoint:
+        return [(stored.spec, stored.file, stored.offset) for stored in checkpoint.tensors]
+
+
+def open_checkpoint(directory: str, roots: Sequence[str] = ()) -> Checkpoint:
+    """Open all files of a checkpoint and check their headers and the index against each other.
+
+    Args:
+        roots: directories outside of `directory` in which its files may lie (through symbolic links).
+
+    Raises:
+        UpdateRefused: FILE_NOT_FOUND, FILE_CORRUPT, PATH_FORBIDDEN, or INVALID_UPDATE (a dtype that no
+            update may bring), each naming the file.
+    """
+    if "\0" in directory or not os.path.isdir(directory):
+        raise UpdateRefused(Reason.FILE_NOT_FOUND, f"{directory!r} is not a directory on the engine's host")
+    base = os.path.realpath(directory)
+    allowed = [base, *(os.path.realpath(root) for root in roots)]
+    checkpoint = Checkpoint(base, (), {}, {})
+    try:
+        if os.path.lexists(os.path.join(base, SINGLE)):
+            return _open_single(checkpoint, allowed)
+        return _open_sharded(checkpoint, allowed)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _open_single(checkpoint: Checkpoint, allowed: Sequence[str]) -> Checkpoint:
+    path = _confined(checkpoint.directory, SINGLE, allowed)
+    tensors = _read_file(checkpoint, path)
+    return Checkpoint(checkpoint.directory, tuple(tensors), checkpoint.files, checkpoint.identities)
+
+
+def _open_sharded(checkpoint: Checkpoint, allowed: Sequence[str]) -> Checkpoint:
+    base = checkpoint.directory
+    index_path = _confined(base, INDEX, allowed)
+    weight_map = _read_index(checkpoint, index_path)
+    # All names are checked before the first is opened.
+    paths = {file: _confined(base, file, allowed) for file in sorted(set(weight_map.values()))}
+    tensors: list[StoredTensor] = []
+    for file, path in paths.items():
+        found = _read_file(checkpoint, path)
+        for tensor in found:
+            if weight_map.get(tensor.spec.name) != file:
+                raise corrupt(path, f"it holds {tensor.spec.name}, which {INDEX} does not place there")
+        tensors += found
+    missing = weight_map.keys() - {tensor.spec.name for tensor in tensors}
+    if missing:
+        name = min(missing)
+        raise corrupt(paths[weight_map[name]], f"it lacks {name}, which {INDEX} places there")
+    opened = Checkpoint(base, tuple(tensors), checkpoint.files, checkpoint.identities)
+    opened.check_unchanged()  # so that all these files were there at one moment
+    return opened
+
+
+def _read_file(checkpoint: Checkpoint, path: str) -> list[StoredTensor]:
+    fd, identity = open_regular(path, path)
+    checkpoint.files[path] = fd
+    checkpoint.identities[path] = identity
+    return read_header(fd, identity.size, path)
+
+
+def _read_index(checkpoint: Checkpoint, path: str) -> dict[str, str]:
+    """Tensor name -> file of the index; both are strings, nothing more is known of them."""
+    if not os.path.lexists(path):
+        others = sorted(name for name in os.listdir(checkpoint.directory) if name.endswith(".safetensors"))
+        hint = f"; it holds {', '.join(others[:3])}, is the writer still at work?" if others else ""
+        raise UpdateRefused(
+            Reason.FILE_NOT_FOUND, f"{checkpoint.directory} holds neither {SINGLE} nor {INDEX}{hint}"
+        )
+    fd, identity = open_regular(path, path)
+    checkpoint.files[path] = fd
+    checkpoint.identities[path] = identity
+    if identity.size > _MAX_INDEX_BYTES:
+        raise corrupt(path, f"an index of {identity.size} bytes")
+    weight_map = parse_json(os.pread(fd, identity.size, 0), path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise corrupt(path, "weight_map is missing or empty")
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise corrupt(path, "weight_map is not a map of tensor names to file names")
+    return weight_map
+
+
+def _confined(base: str, file: str, allowed: Sequence[str]) -> str:
+    """The real path of `file` in `base`; PATH_FORBIDDEN if it leaves all of `allowed`. Opens nothing."""
+    parts = file.split("/")
+    if "\0" in file or os.path.isabs(file) or not parts[-1] or ".." in parts:
+        raise UpdateRefused(
+            Reason.PATH_FORBIDDEN, f"{INDEX} names {file!r}; files must lie in the checkpoint's directory"
+        )
+    path = os.path.realpath(os.path.join(base, file))
+    if not any(os.path.commonpath([root, path]) == root for root in allowed):
+        raise UpdateRefused(
+            Reason.PATH_FORBIDDEN, f"{file!r} in {base} is a link that leaves the checkpoint's directory"
+        )
+    return path
+
+
+def save_weights(
+    directory: str,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    max_shard_bytes: int = 5 << 30,
+    checksums: bool = True,
+) -> None:
+    """Write a checkpoint, replacing one that is there, at one moment.
+
+    Args:
+        directory: made if it is missing.
+        tensors: (name, tensor) of any device and strides, float64, float32, bfloat16 or float16. At most
+            `max_shard_bytes` of them (or the largest one) are held at a time.
+        checksums: keep each tensor's checksum in its file's metadata.
+
+    Raises:
+        ValueError: a name that comes twice, no tensor at all, or another dtype.
+    """
+    os.makedirs(directory, exist_ok=True)
+    temporary: list[str] = []
+    weight_map: dict[str, int] = {}
+    try:
+        for shard in _shards(tensors, max_shard_bytes):
+            for name, tensor in shard:
+                if name in weight_map:
+                    raise ValueError(f"{name} is to be saved twice")
+                if tensor.dtype not in DTYPE_NAMES:
+                    raise ValueError(
+                        f"{name} is {tensor.dtype}; weights are saved as {', '.join(DTYPE_CODES)}"
+                    )
+                weight_map[name] = len(temporary)
+            temporary.append(os.path.join(directory, f".rollsync-{secrets.token_hex(8)}.tmp"))
+            _write_file(temporary[-1], shard, checksums)
+        if not temporary:
+            raise ValueError(f"no tensors to save in {directory}")
+        _publish(directory, temporary, weight_map)
+    finally:
+        for path in temporary:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    shard: list[tuple[str, torch.Tensor]] = []
+    nbytes = 0
+    for name, tensor in tensors:
+        if shard and nbytes + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, nbytes = [], 0
+        shard.append((name, tensor.detach()))
+        nbytes += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _write_file(path: str, shard: list[tuple[str, torch.Tensor]], checksums: bool) -> None:
+    # The format allows no holes: whole words first, then by falling item size, so that every tensor is
+    # aligned to its items and, but for the odd-sized ones at the end, to 8 bytes.
+    shard = sorted(shard, key=lambda item: (item[1].nbytes % 8 != 0, -item[1].element_size()))
+    metadata = {"format": "pt"}
+    if checksums:
+        values = tensor_checksums([tensor for _, tensor in shard])
+        found = {name: f"{value:016x}" for (name, _), value in zip(shard, values, strict=True)}
+        metadata[CHECKSUMS_KEY] = json.dumps(found, separators=(",", ":"))
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in shard:
+        header[name] = {
+            "dtype": DTYPE_CODES[DTYPE_NAMES[tensor.dtype]],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-(8 + len(raw)) % _DATA_ALIGNMENT)
+    with open(path, "xb") as file:
+        file.write(len(raw).to_bytes(8, "little"))
+        file.write(raw)
+        for _, tensor in shard:
+            for part in _row_major_bytes(tensor):
+                file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _row_major_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    flat = tensor.reshape(-1)  # copies a strided tensor, once
+    step = _WRITE_BYTES // tensor.element_size()
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step].contiguous().cpu()
+        yield part.view(torch.uint8).numpy().data
+
+
+def _publish(directory: str, temporary: list[str], weight_map: dict[str, int]) -> None:
+    """Give the files their names, what readers look for first last, and remove what they replace."""
+    single, index = os.path.join(directory, SINGLE), os.path.join(directory, INDEX)
+    own_names: list[str] = []
+    if len(temporary) == 1:
+        os.replace(temporary[0], single)
+        stale = [INDEX]
+    else:
+        token = secrets.token_hex(8)
+        own_names = [
+            f"model-{i + 1:05d}-of-{len(temporary):05d}-{token}.safetensors" for i in range(len(temporary))
+        ]
+        for path, name in zip(temporary, own_names, strict=True):
+            os.replace(path, os.path.join(directory, name))
+        content = {
+            "metadata": {"total_size": sum(os.path.getsize(os.path.join(directory, n)) for n in own_names)},
+            "weight_map": {name: own_names[shard] for name, shard in weight_map.items()},
+        }
+        temporary.append(os.path.join(directory, f".rollsync-{secrets.token_hex(8)}.tmp"))
+        with open(temporary[-1], "x") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary[-1], index)
+        stale = [SINGLE]
+    stale += [n for n in os.listdir(directory) if _OWN_SHARD.match(n) and n not in own_names]
+    for name in stale:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, name))
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
