@@ -21,6 +21,8 @@ from weight_updater.requests import (
     InitGroup,
 )
 
+FromAny = FromDisk | FromDistributed | FromTensor | FromIpc
+
 # ---------------------------------------------------------------- commands
 
 
@@ -48,7 +50,7 @@ class SubmitRequest(Message, frozen=True):
 
 
 class AbortRequests(Message, frozen=True):
-    """End these requests; `matched_stop` maps (request id, index) that hit a stop string to finish as STOP."""
+    """End these requests with what they have; unknown ids are ignored."""
 
     request_ids: list[str]
 

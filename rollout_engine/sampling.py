@@ -40,9 +40,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def check(self, vocab_size: int) -> None:
         """Raise EngineError(INVALID_REQUEST) naming the first field that cannot be right."""
@@ -62,7 +60,11 @@ class SamplingParams:
             ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
             ("top_logprobs", 0 <= self.top_logprobs <= vocab_size, f"in [0, {vocab_size}]"),
-            ("stop_token_ids", all(0 <= i < vocab_size for i in self.stop_token_ids), f"in [0, {vocab_size})"),
+            (
+                "stop_token_ids",
+                all(0 <= i < vocab_size for i in self.stop_token_ids),
+                f"in [0, {vocab_size})",
+            ),
             (
                 "logit_bias",
                 all(0 <= i < vocab_size and not math.isnan(b) and b != math.inf for i, b in self.logit_bias),
@@ -72,5 +74,6 @@ class SamplingParams:
         ):
             if not ok:
                 raise EngineError(
-                    Reason.INVALID_REQUEST, f"sampling.{field} is {getattr(self, field)!r}; it must be {allowed}"
+                    Reason.INVALID_REQUEST,
+                    f"sampling.{field} is {getattr(self, field)!r}; it must be {allowed}",
                 )

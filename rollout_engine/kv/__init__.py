@@ -1,0 +1,1 @@
+"""Page accounting of the KV pool: pure Python, no torch."""

@@ -1,0 +1,166 @@
+"""The engine process: `python -m rollout_engine.engine_main --fd N`, started by the front.
+
+Builds the engine from the configuration that comes as the first frame, sizes the KV pool, and runs the
+loop. Whatever ends it is told to the front as a typed `Failed` first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+
+from weight_updater.updater import WeightUpdater
+
+from rollout_engine.channel import Channel
+from rollout_engine.config import ServeConfig
+from rollout_engine.engine import Engine
+from rollout_engine.errors import ConfigError, EngineError, Reason
+from rollout_engine.kv.capacity import KvCapacity
+from rollout_engine.messages import EngineInfo, ErrorInfo, Failed, KvArithmetic, Ready
+from rollout_engine.replies import error_info
+from rollout_engine.runner.model_runner import ModelRunner
+from rollout_engine.scheduler import Limits, Scheduler
+from rollout_engine.update_flow import measure_copy_rate
+from rollout_engine.uploads import Uploads
+from weight_updater.errors import UpdateError
+from weight_updater.requests import DEFAULT_BUCKET_BYTES
+
+logger = logging.getLogger(__name__)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the engine until the front closes the socket. Returns the exit code."""
+    parser = argparse.ArgumentParser(description="rollsync's engine process; started by `rollsync serve`")
+    parser.add_argument("--fd", type=int, required=True, help="socket to the front process")
+    fd = parser.parse_args(arguments).fd
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        config = ServeConfig.model_validate_json(next(iter(channel.frames())))
+        build(config, channel).run()
+    except (ConfigError, EngineError, UpdateError) as error:
+        channel.send(Failed(_start_error(error)))
+        return 1
+    except Exception as error:  # the front must learn why, whatever it is
+        logger.exception("the engine died")
+        message = f"{type(error).__name__}: {error}"
+        channel.send(Failed(ErrorInfo("engine", str(Reason.INTERNAL), message)))
+        raise
+    return 0
+
+
+def _start_error(error: ConfigError | EngineError | UpdateError) -> ErrorInfo:
+    if isinstance(error, ConfigError):
+        return ErrorInfo("engine", str(Reason.MODEL_INVALID), str(error))
+    return error_info(error)
+
+
+def build(config: ServeConfig, channel: Channel) -> Engine:
+    """Load the model, size the pool, compose the engine, and tell the front that it is ready.
+
+    Raises:
+        ConfigError, EngineError, UpdateError: the model or the configuration cannot be served.
+    """
+    runner = ModelRunner(config)
+    pre_model_load_bytes = runner.available_memory()
+    runner.initialize()
+    arena_bytes = runner.target.arena.nbytes
+    reserved = arena_bytes if config.reserve_device_staging else 2 * DEFAULT_BUCKET_BYTES
+    capacity = KvCapacity(pre_model_load_bytes, config.mem_fraction_static, reserved)
+    bytes_per_page = runner.model_config.bytes_per_token * config.page_size
+    available_bytes = runner.available_memory()
+    num_pages = config.num_pages or _default_pages(config, runner, capacity, available_bytes, bytes_per_page)
+    runner.alloc_memory_pool(num_pages)
+    runner.init_attention_backends()
+    runner.init_cuda_graphs()
+    updater = WeightUpdater(
+        runner.target,
+        lease_s=config.lease_seconds,
+        roots=[str(config.model), *map(str, config.weights_roots)],
+        device_staging=config.reserve_device_staging,
+        initial_version=config.initial_version,
+    )
+    arithmetic = KvArithmetic(
+        pre_model_load_bytes=pre_model_load_bytes,
+        available_bytes=available_bytes,
+        reserved_bytes=reserved,
+        preloaded_weights_bytes=capacity.preloaded_weights_bytes,
+        kv_bytes=num_pages * bytes_per_page,
+        bytes_per_page=bytes_per_page,
+    )
+    uploads = Uploads(channel, config.upload_slots, config.max_message_bytes, config.lease_seconds)
+    info = _info(config, runner, updater, arithmetic)
+    engine = Engine(
+        runner=runner,
+        scheduler=Scheduler(_limits(config, runner, num_pages)),
+        updater=updater,
+        channel=channel,
+        uploads=uploads,
+        info=info,
+        min_version=config.min_version,
+        max_waiting=config.max_waiting_requests,
+        copy_bytes_per_second=measure_copy_rate(runner.target.device),
+    )
+    channel.send(Ready(info(), uploads.name, uploads.slots, uploads.slot_bytes))
+    return engine
+
+
+def _default_pages(
+    config: ServeConfig, runner: ModelRunner, capacity: KvCapacity, available_bytes: int, bytes_per_page: int
+) -> int:
+    """Pages that fit in memory, but no more than the largest possible batch can use."""
+    pages_per_sequence = -(-runner.model_config.context_length // config.page_size)
+    most = config.max_running_requests * pages_per_sequence
+    return min(capacity.num_pages(available_bytes, bytes_per_page), most)
+
+
+def _limits(config: ServeConfig, runner: ModelRunner, num_pages: int) -> Limits:
+    return Limits(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        context_length=runner.model_config.context_length,
+        max_running=config.max_running_requests,
+        max_prefill_tokens=config.max_prefill_tokens,
+        chunked_prefill=config.chunked_prefill,
+        mixed_batches=config.mixed_batches,
+        prefix_cache=config.prefix_cache,
+        eos_token_ids=runner.model_config.eos_token_ids,
+    )
+
+
+def _info(
+    config: ServeConfig, runner: ModelRunner, updater: WeightUpdater, arithmetic: KvArithmetic
+) -> Callable[[], EngineInfo]:
+    """A function that describes the engine as it is when it is called."""
+    instance_id = secrets.token_hex(8)
+    model = runner.model_config
+
+    def describe() -> EngineInfo:
+        return EngineInfo(
+            instance_id=instance_id,
+            architecture=model.architecture,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(runner.target.device),
+            vocab_size=model.vocab_size,
+            context_length=model.context_length,
+            eos_token_ids=list(model.eos_token_ids),
+            num_weight_tensors=len(runner.target.arena.slot_names),
+            weight_bytes=runner.target.arena.nbytes,
+            page_size=config.page_size,
+            attention_backend=runner.attention_backend_name,
+            kv=arithmetic,
+            forward_counts=dict(runner.forward_counts),
+            model_path=str(config.model),
+            weights_path=updater.weights_path or str(config.model),
+            max_running_requests=config.max_running_requests,
+        )
+
+    return describe
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,391 @@
+"""Scheduler: which sequences run in the next forward pass, and which pages they get. No torch.
+
+Policy: sequences run in the order of (priority, arrival). Running ones come first: each decodes one token
+or prefills its next chunk. Then waiting ones are admitted while rows, prompt budget and pages last. When
+pages run out, idle pages of the prefix cache are evicted; then the last in order is preempted: its pages
+are freed and it waits to be computed anew. The first in order is never preempted, so there is always
+progress.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollout_engine.batch.schedule import (
+    CaptureHiddenMode,
+    ForwardMode,
+    PromptLogprobRow,
+    SampleRow,
+    ScheduleBatch,
+    StepResult,
+)
+from rollout_engine.kv.pages import PageAccountingError, PagePool
+from rollout_engine.kv.prefix import PrefixCache
+from rollout_engine.sequence import Sequence
+
+BASE_ADAPTER = 0
+"""Adapter version of the base model, part of a prefix-cache key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler may use. Counts, all at least 1."""
+
+    num_pages: int
+    page_size: int
+    context_length: int
+    max_running: int
+    max_prefill_tokens: int
+    chunked_prefill: bool
+    mixed_batches: bool
+    prefix_cache: bool
+    eos_token_ids: tuple[int, ...]
+
+
+class Scheduler:
+    """Owns the queues and the pages; the engine's loop is its only caller."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.pool = PagePool(limits.num_pages, limits.page_size)
+        self.prefix = PrefixCache(self.pool)
+        self.waiting: list[Sequence] = []  # sorted by order
+        self.running: list[Sequence] = []  # sorted by order; they hold a row, and pages
+        self._live: dict[int, Sequence] = {}
+        self._free_rows = list(range(limits.max_running - 1, -1, -1))
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._live
+
+    @property
+    def started(self) -> list[Sequence]:
+        """In flight: running, or preempted with tokens sampled already."""
+        return self.running + [sequence for sequence in self.waiting if sequence.output_ids]
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Running and waiting sequences."""
+        return list(self._live.values())
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Tokens (prompt and output) that one sequence can reach with the whole pool to itself."""
+        return min(self.limits.context_length, self.limits.num_pages * self.limits.page_size)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self._live[sequence.id] = sequence
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    # ------------------------------------------------------------ one step
+
+    def schedule(
+        self, weight_version: int, commit_sequence: int, *, only_started: bool = False
+    ) -> ScheduleBatch | None:
+        """Decide the next forward pass under these weights; None when nothing can run.
+
+        Args:
+            only_started: admit no sequence that has no token yet (an update waits for the others).
+        """
+        decodes: list[tuple[Sequence, int]] = []
+        prefills: list[tuple[Sequence, int]] = []
+        budget = self.limits.max_prefill_tokens
+        for sequence in list(self.running):
+            if sequence.pool_index < 0:
+                continue  # preempted by one before it
+            if sequence.kv_commit != commit_sequence:
+                sequence.kv_commit = -1
+            if _is_decode(sequence):
+                if self._grow(sequence, 1):
+                    decodes.append((sequence, 1))
+            elif (num_tokens := self._chunk(sequence, budget)) and self._grow(sequence, num_tokens):
+                prefills.append((sequence, num_tokens))
+                budget -= num_tokens
+        for sequence, num_tokens in self._admit(budget, commit_sequence, only_started):
+            (decodes if _is_decode(sequence) else prefills).append((sequence, num_tokens))
+        if prefills and not self.limits.mixed_batches:
+            decodes = []
+        if not prefills and not decodes:
+            return None
+        return self._build(prefills, decodes, weight_version, commit_sequence)
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Prompt tokens that `sequence` may bring to this step; 0 if it has to wait for the next."""
+        if self.limits.chunked_prefill:
+            return min(sequence.num_pending, budget)
+        fits = sequence.num_pending <= budget or budget == self.limits.max_prefill_tokens
+        return sequence.num_pending if fits else 0
+
+    def _admit(self, budget: int, commit_sequence: int, only_started: bool) -> Iterator[tuple[Sequence, int]]:
+        """Move waiting sequences to running, in order, and yield them with their tokens."""
+        for sequence in list(self.waiting):
+            if not self._free_rows or budget <= 0:
+                return
+            if only_started and not sequence.output_ids:
+                continue
+            leader = sequence.leader
+            if leader is not None and leader.pool_index >= 0 and leader.num_computed < len(leader.prompt_ids):
+                continue  # its prompt is being computed; share it then
+            self._attach_cached(sequence, commit_sequence)
+            needed = self.pool.pages_for(len(sequence) + 1) - len(sequence.pages)
+            num_tokens = 1 if _is_decode(sequence) else self._chunk(sequence, budget)
+            if not num_tokens or needed > self.pool.num_free + self.prefix.num_idle + self._spare(sequence):
+                self._free_pages(sequence)
+                return
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=lambda s: s.order)
+            sequence.pool_index = self._free_rows.pop()
+            grown = self._grow(sequence, num_tokens)
+            assert grown, "admission counted the pages"
+            budget -= num_tokens
+            yield sequence, num_tokens
+
+    def _spare(self, sequence: Sequence) -> int:
+        """One page of slack where the whole pool is exactly the sequence: it may not need the next token."""
+        return 1 if len(sequence) >= self.max_sequence_tokens else 0
+
+    def _attach_cached(self, sequence: Sequence, commit_sequence: int) -> None:
+        """Give a waiting sequence the pages that hold the start of it already."""
+        leader = sequence.leader
+        key = (commit_sequence, BASE_ADAPTER)
+        sequence.kv_commit = commit_sequence
+        if leader is not None and sequence.wants_prompt_logprobs and not leader.wants_prompt_logprobs:
+            sequence.prompt_logprobs = list(leader.prompt_logprobs)
+            sequence.spans = list(leader.spans) if sequence.samples_nothing else []
+        if sequence.wants_prompt_logprobs:
+            sequence.node = self.prefix.root(key) if self.limits.prefix_cache else None
+        elif self.limits.prefix_cache:
+            tokens = sequence.tokens(0, len(sequence))
+            sequence.pages, sequence.node = self.prefix.match(key, tokens, len(tokens) - 1)
+            sequence.num_node_pages = len(sequence.pages)
+        elif leader is not None and leader.pool_index >= 0 and leader.kv_commit == commit_sequence:
+            num_shared = (len(sequence.prompt_ids) - 1) // self.limits.page_size
+            sequence.pages = leader.pages[:num_shared]
+            for page in sequence.pages:
+                self.prefix.hold(page)
+        sequence.num_cached = sequence.num_computed = len(sequence.pages) * self.limits.page_size
+        if sequence.num_first_cached < 0:
+            sequence.num_first_cached = sequence.num_cached
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give `sequence` pages for `num_tokens` more tokens, preempting later ones if need be.
+
+        Returns:
+            False if even that was not enough: earlier sequences hold the pages, and it waits.
+        """
+        missing = self.pool.pages_for(sequence.num_computed + num_tokens) - len(sequence.pages)
+        while self.pool.num_free < missing:
+            if self.prefix.evict(missing - self.pool.num_free):
+                continue
+            last = self.running[-1]
+            if last is sequence or last.order < sequence.order:
+                return False
+            self.preempt(last)
+        sequence.pages.extend(self.pool.take() for _ in range(missing))
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Free a running sequence's pages and let it wait to be computed anew; it keeps its tokens."""
+        self._leave_running(sequence)
+        sequence.num_preemptions += 1
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def preempt_all(self) -> int:
+        """Preempt every running sequence; returns how many."""
+        running = list(self.running)
+        for sequence in running:
+            self.preempt(sequence)
+        return len(running)
+
+    # ------------------------------------------------------------ results
+
+    def process(self, batch: ScheduleBatch, result: StepResult) -> list[Sequence]:
+        """Take in what a forward pass gave; returns the sequences with something new to tell."""
+        told: dict[int, Sequence] = {}
+        for sequence_id, length in zip(batch.sequence_ids, batch.seq_lens, strict=True):
+            if (sequence := self._live.get(sequence_id)) is not None:
+                sequence.num_computed = length
+        for scored, logprobs in zip(batch.prompt_logprobs, result.prompt_logprobs, strict=True):
+            if (sequence := self._live.get(batch.sequence_ids[scored.row])) is not None:
+                self._take_prompt_logprobs(sequence, logprobs, batch, told)
+        for i, sample in enumerate(batch.samples):
+            sequence = self._live.get(batch.sequence_ids[sample.row])
+            if sequence is not None:
+                self._take_sample(sequence, i, batch, result)
+                told[sequence.id] = sequence
+        for sequence_id in batch.sequence_ids:
+            if (sequence := self._live.get(sequence_id)) is not None:
+                self._cache_pages(sequence, batch.commit_sequence)
+                if sequence.samples_nothing and not sequence.num_pending and not sequence.finish_reason:
+                    sequence.finish_reason = "length"
+                    told[sequence_id] = sequence
+        for sequence in told.values():
+            if sequence.finish_reason:
+                self.remove(sequence)
+        return list(told.values())
+
+    def _take_prompt_logprobs(
+        self, sequence: Sequence, logprobs: list[float], batch: ScheduleBatch, told: dict[int, Sequence]
+    ) -> None:
+        if sequence.samples_nothing:
+            sequence.label(len(sequence.prompt_logprobs), batch.weight_version, batch.commit_sequence)
+        sequence.prompt_logprobs.extend(logprobs)
+        if any(value != value for value in logprobs):
+            _fail_nonfinite(sequence)
+            told[sequence.id] = sequence
+
+    def _take_sample(self, sequence: Sequence, i: int, batch: ScheduleBatch, result: StepResult) -> None:
+        if sequence.finish_reason:
+            return
+        if not result.finite[i]:
+            _fail_nonfinite(sequence)
+            return
+        token_id = result.token_ids[i]
+        sequence.label(len(sequence.output_ids), batch.weight_version, batch.commit_sequence)
+        sequence.output_ids.append(token_id)
+        sequence.logprobs.append(result.logprobs[i])
+        if sequence.params.top_logprobs:
+            sequence.top_logprobs.append(result.top_logprobs[i])
+        if sequence.wants_hidden:
+            sequence.hidden_states.append(result.hidden_states[i])
+        if token_id in self._stop_ids(sequence):
+            sequence.finish_reason = "stop"
+        elif len(sequence.output_ids) >= sequence.max_tokens or len(sequence) >= self.max_sequence_tokens:
+            sequence.finish_reason = "length"
+
+    def _cache_pages(self, sequence: Sequence, commit_sequence: int) -> None:
+        """Put the pages that are full now into the prefix cache, if all were computed under one commit."""
+        size = self.limits.page_size
+        while sequence.kv_commit == commit_sequence and sequence.node is not None:
+            start = sequence.num_node_pages * size
+            if start + size > sequence.num_computed:
+                return
+            if not self.prefix.is_live(sequence.node):
+                sequence.node = None  # its prefix was evicted: a page without it could never be found
+                return
+            tokens = tuple(sequence.tokens(start, start + size))
+            sequence.node = self.prefix.insert(sequence.node, tokens, sequence.pages[sequence.num_node_pages])
+            sequence.num_node_pages += 1
+
+    # ------------------------------------------------------------ ends
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence and free what it holds; it must be live."""
+        del self._live[sequence.id]
+        if sequence.pool_index >= 0:
+            self._leave_running(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def on_commit(self, commit_sequence: int) -> None:
+        """Weights changed: pages of other commits can never match again, so let them go."""
+        self.prefix.retire(keep=(commit_sequence, BASE_ADAPTER))
+
+    def flush(self) -> int:
+        """Drop the whole prefix cache; returns the number of pages."""
+        return self.prefix.retire()
+
+    def check(self) -> None:
+        """Compare the books with what sequences and cache really hold.
+
+        Raises:
+            PageAccountingError: they differ.
+        """
+        held = [page for sequence in self.running for page in sequence.pages]
+        self.pool.check([*held, *self.prefix.pages()])
+        if len(self._free_rows) + len(self.running) != self.limits.max_running:
+            raise PageAccountingError(
+                f"{len(self._free_rows)} rows are free beside {len(self.running)} running"
+            )
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free_rows.append(sequence.pool_index)
+        sequence.pool_index = -1
+        self._free_pages(sequence)
+
+    def _free_pages(self, sequence: Sequence) -> None:
+        # Last page first, so that a leaf of the prefix cache is older than its parent.
+        for page in reversed(sequence.pages):
+            self.prefix.drop(page)
+        sequence.pages = []
+        sequence.num_computed = sequence.num_cached = 0
+        sequence.num_pages_written = sequence.num_node_pages = 0
+        sequence.node = None
+
+    def _stop_ids(self, sequence: Sequence) -> tuple[int, ...]:
+        eos = () if sequence.params.ignore_eos else self.limits.eos_token_ids
+        return eos + sequence.params.stop_token_ids
+
+    # ------------------------------------------------------------ the batch
+
+    def _build(
+        self,
+        prefills: list[tuple[Sequence, int]],
+        decodes: list[tuple[Sequence, int]],
+        weight_version: int,
+        commit_sequence: int,
+    ) -> ScheduleBatch:
+        mode = ForwardMode.DECODE
+        if prefills:
+            mode = ForwardMode.MIXED if decodes else ForwardMode.EXTEND
+        batch = ScheduleBatch(mode, weight_version=weight_version, commit_sequence=commit_sequence)
+        for row, (sequence, num_tokens) in enumerate(prefills + decodes):
+            self._add_row(batch, row, sequence, num_tokens)
+        return batch
+
+    def _add_row(self, batch: ScheduleBatch, row: int, sequence: Sequence, num_tokens: int) -> None:
+        size = self.limits.page_size
+        start, stop = sequence.num_computed, sequence.num_computed + num_tokens
+        batch.sequence_ids.append(sequence.id)
+        batch.req_pool_indices.append(sequence.pool_index)
+        batch.seq_lens.append(stop)
+        batch.extend_lens.append(num_tokens)
+        batch.input_ids.extend(sequence.tokens(start, stop))
+        batch.positions.extend(range(start, stop))
+        pages = sequence.pages
+        batch.out_cache_loc.extend(pages[p // size] * size + p % size for p in range(start, stop))
+        if (written := sequence.num_pages_written) < len(pages):
+            slots = [page * size + offset for page in pages[written:] for offset in range(size)]
+            first = written * size
+            batch.slot_writes.append(
+                (sequence.pool_index, first, slots[: self.limits.context_length - first])
+            )
+            sequence.num_pages_written = len(pages)
+        if stop == len(sequence) and not sequence.samples_nothing:
+            batch.samples.append(self._sample_row(row, sequence))
+        if sequence.wants_prompt_logprobs:
+            first, last = len(sequence.prompt_logprobs), min(stop, len(sequence.prompt_ids) - 1)
+            if last > first:
+                targets = sequence.prompt_ids[first + 1 : last + 1]
+                batch.prompt_logprobs.append(
+                    PromptLogprobRow(row, first - start, last - start, targets, sequence.params)
+                )
+        if sequence.wants_hidden:
+            batch.capture_hidden_mode = CaptureHiddenMode.LAST
+
+    def _sample_row(self, row: int, sequence: Sequence) -> SampleRow:
+        may_stop = len(sequence.output_ids) >= sequence.params.min_tokens
+        return SampleRow(
+            row=row,
+            params=sequence.params,
+            seed=sequence.seed,
+            sample_index=sequence.index,
+            position=len(sequence),
+            prompt_ids=sequence.prompt_ids,
+            output_ids=sequence.output_ids,
+            forbidden_ids=() if may_stop else self._stop_ids(sequence),
+        )
+
+
+def _is_decode(sequence: Sequence) -> bool:
+    """One token to compute, and the next one to be drawn from it."""
+    return sequence.num_pending == 1 and not sequence.samples_nothing and not sequence.wants_prompt_logprobs
+
+
+def _fail_nonfinite(sequence: Sequence) -> None:
+    sequence.finish_reason = "error"
+    sequence.error = "the logits of this sequence are not finite: NaN or infinity in the weights or its KV"

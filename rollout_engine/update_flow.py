@@ -1,0 +1,321 @@
+"""The life of a weight update on the engine's loop: begin, receive, verify, settle, commit.
+
+    Begin     resolve the manifest (off loop), refuse or open
+    Update    receive (off loop) into staging while generation goes on; staging none parks the device first
+    Prepare   verify (off loop): all that can still refuse
+    Commit    verify if not done, settle the sequences in flight, then one uninterrupted turn of the loop:
+              write, finalise, compare, version := next
+
+Nothing here writes to the model: `WeightUpdater` does, and only from the loop (or, with staging none, from
+the one receiver that the slots are lent to while the loop is parked).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+from weight_updater.updater import WeightUpdater
+
+from rollout_engine import messages
+from rollout_engine.flows import Flow, OffLoop, Until
+from rollout_engine.scheduler import Scheduler
+from rollout_engine.sequence import Sequence
+from rollout_engine.uploads import Uploads
+from weight_updater.errors import Reason, UpdateError, UpdateRefused
+from weight_updater.requests import BeginReply, BeginUpdate, Inflight, StageSeconds, UpdateReply, UpdateState
+
+
+@dataclasses.dataclass(slots=True)
+class Gate:
+    """What may run. The loop asks it before each forward pass; flows and pauses set it."""
+
+    paused_by_user: bool = False
+    parked_by_update: bool = False  # no forward pass may start
+    num_draining: int = 0  # somebody waits until sequences in flight have finished
+    parked_at: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return not (self.paused_by_user or self.parked_by_update)
+
+    @property
+    def paused_by(self) -> str:
+        return "update" if self.parked_by_update else "user" if self.paused_by_user else ""
+
+    def park(self) -> None:
+        if not self.parked_by_update:
+            self.parked_by_update, self.parked_at = True, time.monotonic()
+
+    def unpark(self) -> float:
+        """Let forward passes start again; returns for how many seconds none could."""
+        if not self.parked_by_update:
+            return 0.0
+        self.parked_by_update = False
+        return time.monotonic() - self.parked_at
+
+
+@dataclasses.dataclass(slots=True)
+class Settled:
+    """What became of the sequences in flight at a commit."""
+
+    num_aborted: int = 0
+    num_recomputed: int = 0
+    num_kept: int = 0
+    wait_seconds: float = 0.0
+
+
+class UpdateFlow:
+    """Flows for the commands of an update; a FlowRunner advances them on the loop.
+
+    Args:
+        finish: ends a live sequence with a finish reason and tells its caller.
+        copy_bytes_per_second: of one plain copy on this device, measured at start (the floor).
+    """
+
+    def __init__(
+        self,
+        updater: WeightUpdater,
+        scheduler: Scheduler,
+        gate: Gate,
+        uploads: Uploads,
+        finish: Callable[[Sequence, str, str], None],
+        copy_bytes_per_second: float,
+    ) -> None:
+        self._updater = updater
+        self._scheduler = scheduler
+        self._gate = gate
+        self._uploads = uploads
+        self._finish = finish
+        self._copy_bytes_per_second = copy_bytes_per_second
+        self._num_receiving = 0
+        self._feeding_call = -1
+        self._num_committing = 0
+        self._settled = Settled()
+
+    def begin(self, command: messages.Begin) -> Flow:
+        """Open an update; the reply means that nothing about it can be known to fail yet."""
+        return (yield from self._begin(command.request))
+
+    def update(self, command: messages.Update) -> Flow:
+        """Receive bytes; with `begin`, the whole life of an update in one call."""
+        request = command.disk or command.distributed or command.tensor or command.ipc
+        if request is None:
+            raise UpdateRefused(Reason.INVALID_UPDATE, "the call names no path")
+        try:
+            if command.begin is None:
+                return (yield from self._receive(command.call_id, request))
+            if command.begin.update_id and (done := self._updater.replay(command.begin.update_id)):
+                return done
+            begun = yield from self._begin(command.begin)
+            request = dataclasses.replace(request, update_id=begun.update_id)
+            try:
+                yield from self._receive(command.call_id, request)
+                return (yield from self._commit(begun.update_id))
+            except UpdateError as error:
+                self._end_failed(begun.update_id, error)
+                raise
+        finally:
+            self._uploads.drop(command.call_id)
+
+    def prepare(self, command: messages.Prepare) -> Flow:
+        """Do everything that can refuse, and vote."""
+        yield from self._verify(command.update_id)
+        return self._updater.prepared(command.update_id, command.deadline_s)
+
+    def commit(self, command: messages.Commit) -> Flow:
+        """Make the update live."""
+        return (yield from self._commit(command.update_id))
+
+    def abort(self, command: messages.AbortUpdate) -> Flow:
+        """End an update; a receiver that is still at work is made to stop first."""
+        if self._num_receiving and self._is_open(command.update_id):
+            self._uploads.interrupt(self._feeding_call)
+            yield Until(lambda: self._num_receiving == 0)
+        found, torn = self._updater.abort(command.update_id)
+        self._release_device()
+        return {"found": found, "torn": torn}
+
+    def rollback(self, command: messages.Rollback) -> Flow:
+        """Bring the previous version back."""
+        self._refuse_endless_wait(command.inflight)
+        settled = yield from self._settle(command.inflight)
+        self._gate.park()
+        try:
+            reply = self._updater.rollback()
+        except UpdateError:
+            self._gate.unpark()
+            raise
+        self._scheduler.on_commit(self._updater.commit_sequence)
+        return self._complete(reply, settled)
+
+    def tick(self, now: float) -> None:
+        """Once in each turn: leases, and what an update's end leaves behind."""
+        if self._updater.open is not None and (self._num_receiving or self._num_committing):
+            self._updater.renew(self._updater.open.update_id, 0.0)  # this engine is the one at work
+        self._updater.tick(now)
+        if self._updater.open is None and not self._num_committing:
+            self._release_device()
+        if self._updater.torn_reason:
+            for sequence in self._scheduler.live:
+                self._finish(sequence, "error", f"the weights are torn: {self._updater.torn_reason}")
+
+    # ------------------------------------------------------------ steps
+
+    def _begin(self, request: BeginUpdate) -> Flow:
+        manifest = yield OffLoop(lambda: self._updater.resolve(request))
+        paused = self._gate.paused_by_user
+        reply: BeginReply = self._updater.begin(request, manifest, paused=paused)
+        self._settled = Settled()
+        opened = self._updater.open
+        if opened is not None and opened.adopt:  # the trainer may write from this reply on
+            self._settled = yield from self._settle(opened.inflight)
+            self._gate.park()
+        return reply
+
+    def _receive(self, call_id: int, request: messages.FromAny) -> Flow:
+        if request.update_id and (done := self._updater.replay(request.update_id)):
+            return done
+        chunks = self._uploads.chunks(call_id) if self._uploads.is_open(call_id) else None
+        receive = self._updater.receiver(request, chunks)
+        self._num_receiving += 1
+        try:
+            if receive.writes_live and not self._gate.parked_by_update:
+                opened = self._updater.open
+                assert opened is not None
+                self._refuse_endless_wait(opened.inflight)
+                self._settled = yield from self._settle(opened.inflight)
+                self._gate.park()
+            self._feeding_call = call_id
+            error: Exception | None = None
+            try:
+                yield OffLoop(receive.run)
+            except Exception as caught:  # noqa: BLE001 - the updater decides what the fault means
+                error = caught
+        finally:
+            self._num_receiving -= 1
+        try:
+            return self._updater.received(receive, error)
+        except UpdateError:
+            self._release_device()
+            raise
+
+    def _verify(self, update_id: str) -> Flow:
+        if self._updater.verified(update_id):
+            return
+        self._num_committing += 1
+        try:
+            yield OffLoop(lambda: self._updater.verify(update_id))
+        except UpdateError as error:
+            self._end_failed(update_id, error)
+            raise
+        finally:
+            self._num_committing -= 1
+
+    def _commit(self, update_id: str) -> Flow:
+        if (done := self._updater.replay(update_id)) is not None:
+            return done
+        yield from self._verify(update_id)
+        opened = self._updater.open
+        if opened is None or opened.update_id != update_id:
+            raise UpdateRefused(Reason.UNKNOWN_UPDATE, f"no update {update_id!r} is open")
+        if self._num_committing:
+            raise UpdateRefused(
+                Reason.WRONG_STATE, f"update {update_id!r} is being committed by another call"
+            )
+        settled = self._settled
+        parked_before = self._gate.parked_by_update
+        self._num_committing += 1
+        try:
+            if not parked_before:
+                self._refuse_endless_wait(opened.inflight)
+                settled = yield from self._settle(opened.inflight)
+                self._gate.park()
+            reply = self._updater.commit(update_id)
+        except UpdateError:
+            if not parked_before or self._updater.open is None:
+                self._gate.unpark()
+            raise
+        finally:
+            self._num_committing -= 1
+        self._scheduler.on_commit(self._updater.commit_sequence)
+        return self._complete(reply, settled)
+
+    def _settle(self, inflight: Inflight) -> Flow:
+        """Bring the sequences in flight to where a commit may come, and count them."""
+        settled = Settled()
+        if inflight is Inflight.WAIT:
+            started = time.monotonic()
+            self._gate.num_draining += 1
+            try:
+                yield Until(lambda: not self._scheduler.started)
+            finally:
+                self._gate.num_draining -= 1
+            settled.wait_seconds = time.monotonic() - started
+        elif inflight is Inflight.ABORT:
+            for sequence in self._scheduler.started:
+                self._finish(sequence, "abort", "")
+                settled.num_aborted += 1
+        elif inflight is Inflight.RECOMPUTE:
+            settled.num_recomputed = len(self._scheduler.started)
+            self._scheduler.preempt_all()
+        else:
+            settled.num_kept = len(self._scheduler.started)
+        return settled
+
+    def _complete(self, reply: UpdateReply, settled: Settled) -> UpdateReply:
+        """Fill in what only the engine knows."""
+        pause = self._gate.unpark()
+        seconds: StageSeconds = dataclasses.replace(reply.seconds, pause=pause, wait=settled.wait_seconds)
+        busy = seconds.transfer + (pause if reply.state is UpdateState.COMMITTED else 0.0)
+        return dataclasses.replace(
+            reply,
+            seconds=seconds,
+            gb_per_s=reply.num_bytes / busy / 1e9 if busy > 0 else 0.0,
+            floor_seconds=reply.num_bytes / self._copy_bytes_per_second,
+            num_aborted=settled.num_aborted,
+            num_recomputed=settled.num_recomputed,
+            num_kept=settled.num_kept,
+        )
+
+    # ------------------------------------------------------------ ends
+
+    def _end_failed(self, update_id: str, error: UpdateError) -> None:
+        """End an update that a step failed, unless that step has ended it already."""
+        if self._is_open(update_id):
+            self._updater.refuse(update_id, error)
+        self._release_device()
+
+    def _release_device(self) -> None:
+        """Forward passes may start again (if the weights are whole) once no update holds the device."""
+        if self._updater.open is None:
+            self._gate.unpark()
+
+    def _is_open(self, update_id: str) -> bool:
+        return self._updater.open is not None and self._updater.open.update_id == update_id
+
+    def _refuse_endless_wait(self, inflight: Inflight) -> None:
+        if inflight is Inflight.WAIT and self._gate.paused_by_user and self._scheduler.started:
+            raise UpdateRefused(
+                Reason.PAUSED_WAIT,
+                "inflight=wait would never end on a paused engine; continue generation, or use abort, keep "
+                "or recompute",
+            )
+
+
+def measure_copy_rate(device: torch.device) -> float:
+    """Bytes per second of one plain copy of 64 MiB on `device`: the floor of every commit."""
+    source = torch.ones(64 << 20, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    best = float("inf")
+    for _ in range(4):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return source.numel() / best
