@@ -134,9 +134,16 @@ class RolloutClient(Client):
 
 
 class WeightsClient(Client):
-    """The life of a weight update, step by step; push_weights takes all the steps."""
+    """The life of a weight update, step by step; push_weights takes all the steps.
+
+    manifest_digests: of the manifests that this engine has seen; push_weights names them by these.
+    """
 
     stub_class = WeightsStub
+
+    def __init__(self, address: str, *, token: str | None = None, tls: Tls | None = None) -> None:
+        super().__init__(address, token=token, tls=tls)
+        self.manifest_digests: set[str] = set()
 
     begin = unary(weights_calls.begin)
     update_from_disk = unary(weights_calls.update_from_disk)

@@ -7,6 +7,7 @@ the order of the calls that reached it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
         self.begun: list[wpb.BeginUpdateRequest] = []
         self.open: dict[str, Any] | None = None
         self.committed: dict[str, wpb.UpdateWeightsResponse] = {}
+        self.delay_s = 0.0
         self.num_tensors_said: int | None = None
         self.generated: list[rpb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
@@ -44,6 +46,7 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
     def _enter(self, name: str, context: grpc.ServicerContext) -> None:
         with self._lock:
             self.events.append(name)
+        time.sleep(self.delay_s)
         self.metadata.append(dict(context.invocation_metadata()))
         refusal = self.once.pop(name, None) or self.refuse.get(name)
         if refusal is not None:

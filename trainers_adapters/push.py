@@ -1,0 +1,373 @@
+"""push_weights: a source's weights to one engine or many, by any of the four paths, all or none.
+
+    1 stage     put the bytes where they will be fetched (a file, a segment), hash them
+    2 begin     on every engine; whatever does not fit is refused here, before a byte moves
+    3 send      to every engine at once
+    4 prepare   (several engines) every engine votes; one failed vote aborts the update on all
+    5 commit    one engine first; once it has committed, the push only goes forward
+
+The version that a push reports is the one in the engines' replies, and nothing else.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
+
+from trainers_adapters.clients import WeightsClient
+from trainers_adapters.errors import RollsyncError
+from trainers_adapters.send_distributed import BroadcastGroup
+from trainers_adapters.send_ipc import IpcArena
+from trainers_adapters.send_tensor import TensorStream
+from trainers_adapters.sending import Outgoing, Sender
+from trainers_adapters.sources import Source
+from weight_updater.errors import UpdateError
+from weight_updater.requests import (
+    BeginReply,
+    BeginUpdate,
+    Inflight,
+    Staging,
+    UpdateReply,
+    UpdateState,
+)
+
+R = TypeVar("R")
+
+DEFAULT_SENDERS: dict[str, Callable[[], Sender]] = {
+    "tensor": TensorStream,
+    "ipc": IpcArena,
+    "distributed": BroadcastGroup,
+}
+"""What a path means when no sender is given; the disk path needs to be told a directory."""
+
+COMMIT_RETRY_S = 10.0
+"""Seconds for which a commit is sent again to an engine that does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """A push that committed on every engine.
+
+    version: from the engines' replies. replies: by engine address. seconds: of the whole call;
+    stage_seconds, send_seconds and commit_seconds (prepare included) are its parts.
+    """
+
+    version: int
+    path: str
+    replies: dict[str, UpdateReply]
+    seconds: float
+    stage_seconds: float
+    send_seconds: float
+    commit_seconds: float
+
+    @property
+    def num_changed(self) -> int:
+        """Tensors that differ from what was live, on the engine where fewest do; 0: the push did nothing."""
+        return min(reply.num_changed for reply in self.replies.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return max(reply.num_bytes for reply in self.replies.values())
+
+    @property
+    def pause_seconds(self) -> float:
+        """The longest time during which an engine could not start a forward pass."""
+        return max(reply.seconds.pause for reply in self.replies.values())
+
+
+class PushError(RollsyncError):
+    """A push that did not commit everywhere.
+
+    Args:
+        committed: addresses of the engines that serve `version` now; empty: none does, all keep the old.
+        laggards: addresses of the engines that may not, although others do.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        reason: str,
+        message: str,
+        *,
+        version: int = 0,
+        committed: tuple[str, ...] = (),
+        laggards: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(code, reason, message)
+        self.version = version
+        self.committed = committed
+        self.laggards = laggards
+
+
+def push_weights(
+    source: Source,
+    clients: WeightsClient | Sequence[WeightsClient],
+    version: int = 0,
+    *,
+    path: str = "tensor",
+    via: Sender | None = None,
+    staging: str = "auto",
+    inflight: str = "wait",
+    keep_previous: bool = False,
+    verify: bool = True,
+    partial: bool = False,
+    allow_nonfinite: bool = False,
+    lease_s: float = 0.0,
+    timeout_s: float = 600.0,
+) -> PushReport:
+    """Push all weights of `source` and make them live as `version` on every engine.
+
+    Args:
+        version: larger than any that the engines ever committed; 0 means the next one.
+        path: disk, distributed, tensor or ipc; the sender is made for this push alone.
+        via: a sender that outlives the push (DiskDirectory, TensorSegment, IpcArena, BroadcastGroup ...)
+            and says the path itself; saves allocations and rendezvous from the second push on.
+        staging: auto, device, host or none (one engine only). inflight: wait, abort, keep or recompute.
+        keep_previous: keep the version being replaced for WeightsClient.rollback.
+        verify: hash here and compare there.
+        timeout_s: seconds for the whole push.
+
+    Raises:
+        PushError: refused, failed or incomplete; it names the engine and says who committed.
+        ValueError: arguments that cannot be right.
+    """
+    engines = [clients] if isinstance(clients, WeightsClient) else list(clients)
+    if not engines or len({client.address for client in engines}) != len(engines):
+        raise ValueError("push_weights needs at least one engine, and each engine once")
+    if via is None and path not in DEFAULT_SENDERS:
+        raise ValueError(
+            "path='disk' needs via=DiskDirectory(a directory that the engines can read)"
+            if path == "disk"
+            else f"path is {path!r}; it must be disk, distributed, tensor or ipc"
+        )
+    sender = via or DEFAULT_SENDERS[path]()
+    update = BeginUpdate(
+        path=sender.path,
+        update_id=f"push-{secrets.token_hex(8)}",
+        version=version,
+        staging=Staging(staging),
+        inflight=Inflight(inflight),
+        partial=partial,
+        keep_previous=keep_previous,
+        allow_nonfinite=allow_nonfinite,
+        skip_checksums=not verify,
+        lease_s=lease_s,
+        num_engines=len(engines),
+    )
+    try:
+        return _Push(source, engines, sender, update, timeout_s).run()
+    finally:
+        if via is None:
+            sender.close()
+
+
+class _Push:
+    """One push under way; its methods are the steps of the module's docstring."""
+
+    def __init__(
+        self,
+        source: Source,
+        clients: list[WeightsClient],
+        sender: Sender,
+        update: BeginUpdate,
+        timeout_s: float,
+    ) -> None:
+        self._started = time.monotonic()
+        self._clients = clients
+        self._sender = sender
+        self._update = update
+        manifest = source.manifest(checksums=not update.skip_checksums)
+        self._outgoing = Outgoing(source, manifest, self._started + timeout_s)
+        self._pool = ThreadPoolExecutor(len(clients) + 1, thread_name_prefix="push")
+
+    def run(self) -> PushReport:
+        with self._pool:
+            fields = self._staged()
+            staged = time.monotonic()
+            begun = self._begin_all(fields)
+            self._send_all(begun)
+            sent = time.monotonic()
+            if len(self._clients) > 1:
+                self._prepare_all()
+            replies = self._commit_all(begun)
+        now = time.monotonic()
+        (version,) = {reply.version for reply in replies.values()}
+        return PushReport(
+            version=version,
+            path=str(self._sender.path),
+            replies=replies,
+            seconds=now - self._started,
+            stage_seconds=staged - self._started,
+            send_seconds=sent - staged,
+            commit_seconds=now - sent,
+        )
+
+    def _staged(self) -> dict[str, Any]:
+        """BeginUpdate fields that say what will come, and where it waits."""
+        manifest = self._outgoing.manifest
+        fields: dict[str, Any] = {"manifest": manifest}
+        try:
+            return fields | self._sender.stage(self._outgoing, self._clients)
+        except (RollsyncError, UpdateError) as error:
+            self._fail("staging the bytes", error)
+
+    def _begin_all(self, fields: dict[str, Any]) -> BeginReply:
+        def begin(client: WeightsClient) -> BeginReply:
+            return _begin(client, replace(self._update, **fields), self._outgoing.seconds_left)
+
+        replies = self._on_all(begin, "BeginUpdate")
+        agreed = {(reply.next_version, reply.bucket_bytes, reply.total_bytes) for reply in replies}
+        if len(agreed) > 1:
+            self._abort_all()
+            said = ", ".join(
+                f"{client.address}: version {reply.next_version}, {reply.total_bytes} bytes"
+                for client, reply in zip(self._clients, replies, strict=True)
+            )
+            raise PushError(
+                "FAILED_PRECONDITION",
+                "ENGINES_DISAGREE",
+                f"the engines would commit different things ({said}); pass a version larger than all",
+            )
+        return replies[0]
+
+    def _send_all(self, begun: BeginReply) -> None:
+        def send(client: WeightsClient) -> UpdateReply:
+            return self._sender.send(client, begun, self._outgoing)
+
+        self._on_all(send, f"UpdateWeightsFrom{self._sender.path.capitalize()}", beside=begun)
+
+    def _prepare_all(self) -> None:
+        def prepare(client: WeightsClient) -> UpdateReply:
+            left = self._outgoing.seconds_left
+            return client.prepare(self._update.update_id, deadline_s=left, timeout_s=left)
+
+        self._on_all(prepare, "PrepareUpdate")
+
+    def _on_all(
+        self, call: Callable[[WeightsClient], R], what: str, *, beside: BeginReply | None = None
+    ) -> list[R]:
+        """Run one call on every engine at once; the first failure ends the update everywhere."""
+        futures: list[Future[R]] = [self._pool.submit(call, client) for client in self._clients]
+        pending: list[Future[Any]] = list(futures)
+        if beside is not None:
+            pending.append(self._pool.submit(self._sender.beside, beside, self._outgoing))
+        done, running = wait(pending, return_when=FIRST_EXCEPTION)
+        if any(future.exception() is not None for future in done):
+            self._end(pending, done, running, what)
+        return [future.result() for future in futures]
+
+    def _end(
+        self, pending: list[Future[Any]], done: set[Future[Any]], running: set[Future[Any]], what: str
+    ) -> NoReturn:
+        """One call failed: stop the others on both ends, then say which was first and why.
+
+        An engine's refusal counts before the broadcast's failure, which it is the likely cause of.
+        """
+        at, error = next((i, f.exception()) for i, f in enumerate(pending) if f in done and f.exception())
+        self._abort_all()  # ends the engines' side of what is still running
+        self._sender.cancel()  # and ours
+        if running:
+            wait(running)
+            self._abort_all()  # a BeginUpdate may have come through meanwhile
+        assert error is not None
+        here = at == len(self._clients)
+        self._fail(f"{what} on {'the trainer' if here else self._clients[at].address}", error)
+
+    def _fail(self, where: str, error: BaseException) -> NoReturn:
+        if isinstance(error, RollsyncError):
+            code, reason, message = error.code, error.reason, error.message
+        elif isinstance(error, UpdateError):
+            code, reason, message = "ABORTED", str(error.reason), error.message
+        else:
+            raise error
+        raise PushError(
+            code, reason, f"{where}: {message} (nothing was committed; every engine keeps its version)"
+        ) from error
+
+    def _abort_all(self) -> None:
+        """Best effort: an engine that does not answer ends the update itself when its lease runs out."""
+        for client in self._clients:
+            with suppress(RollsyncError):
+                client.abort(self._update.update_id, timeout_s=10.0)
+
+    def _commit_all(self, begun: BeginReply) -> dict[str, UpdateReply]:
+        """The first engine alone: only if it surely did not commit may the push still go back."""
+        first, *rest = self._clients
+        outcomes: dict[str, UpdateReply | RollsyncError] = {first.address: self._commit(first)}
+        outcome = outcomes[first.address]
+        if isinstance(outcome, RollsyncError) and not _unknown(outcome):
+            self._abort_all()
+            self._fail(f"CommitUpdate on {first.address}", outcome)
+        outcomes |= dict(zip((c.address for c in rest), self._pool.map(self._commit, rest), strict=True))
+        replies = {where: o for where, o in outcomes.items() if not isinstance(o, RollsyncError)}
+        errors = {where: o for where, o in outcomes.items() if isinstance(o, RollsyncError)}
+        if errors:
+            self._incomplete(begun.next_version, replies, errors)
+        for where, reply in replies.items():
+            self._check(where, reply, begun.next_version)
+        return replies
+
+    def _commit(self, client: WeightsClient) -> UpdateReply | RollsyncError:
+        give_up = time.monotonic() + COMMIT_RETRY_S
+        while True:
+            try:
+                return client.commit(self._update.update_id, timeout_s=self._outgoing.seconds_left)
+            except RollsyncError as error:
+                if not error.unreachable or time.monotonic() > give_up:
+                    return error
+                time.sleep(0.2)
+
+    def _incomplete(
+        self, version: int, replies: dict[str, UpdateReply], errors: dict[str, RollsyncError]
+    ) -> NoReturn:
+        laggards = ", ".join(f"{where} ({error})" for where, error in errors.items())
+        error = next(iter(errors.values()))
+        done = f"{len(replies)} of {len(replies) + len(errors)} engines"
+        raise PushError(
+            error.code,
+            error.reason,
+            f"version {version} is live on {done}, but not surely on {laggards}; keep those out "
+            f"with min_version={version} and push again once they answer",
+            version=version,
+            committed=tuple(replies),
+            laggards=tuple(errors),
+        ) from error
+
+    def _check(self, where: str, reply: UpdateReply, next_version: int) -> None:
+        """An engine that says it committed must say what."""
+        wrong = ""
+        if reply.state != UpdateState.COMMITTED or reply.version != next_version:
+            wrong = f"answered {reply.state} at version {reply.version}, not committed at {next_version}"
+        elif reply.num_tensors == 0:
+            wrong = f"says that version {reply.version} is live although it applied no tensor"
+        elif not self._update.skip_checksums and not reply.verified:
+            wrong = f"committed version {reply.version} without comparing checksums"
+        if wrong:
+            raise PushError("INTERNAL", "NOT_APPLIED", f"{where} {wrong}; do not trust its samples")
+
+
+def _begin(client: WeightsClient, update: BeginUpdate, timeout_s: float) -> BeginReply:
+    """Begin with the manifest's digest where this client's engine has seen it, else with all of it."""
+    manifest = update.manifest
+    if manifest is not None and manifest.digest() in client.manifest_digests:
+        sums = [spec.checksum for spec in manifest.tensors if spec.checksum is not None]
+        short = replace(update, manifest=None, manifest_digest=manifest.digest(), checksums=tuple(sums))
+        try:
+            return client.begin(short, timeout_s=timeout_s)
+        except RollsyncError as error:
+            if error.reason != "MANIFEST_UNKNOWN":  # another engine process listens there now
+                raise
+            client.manifest_digests.discard(manifest.digest())
+    reply = client.begin(update, timeout_s=timeout_s)
+    client.manifest_digests.add(reply.manifest_digest)
+    return reply
+
+
+def _unknown(error: RollsyncError) -> bool:
+    """Whether the engine may have acted although the call failed."""
+    return error.unreachable or error.reason == "DEADLINE"

@@ -1,0 +1,72 @@
+"""One shared-memory segment that holds a manifest's tensors, packed in order; kept between pushes."""
+
+from __future__ import annotations
+
+import torch
+
+from trainers_adapters.sources import Source
+from weight_updater.arena import TORCH_DTYPES
+from weight_updater.requests import Manifest, ShmSegment
+from weight_updater.shm import SharedSegment
+
+
+class PackedSegment:
+    """Allocated at the first fill and again only when a manifest of another size comes."""
+
+    def __init__(self) -> None:
+        self._segment: SharedSegment | None = None
+        self._views: list[torch.Tensor] = []
+        self._digest = ""
+
+    @property
+    def descriptor(self) -> ShmSegment:
+        if self._segment is None:
+            raise ValueError("the segment holds nothing yet; fill it first")
+        return self._segment.descriptor
+
+    @property
+    def holds_memory(self) -> bool:
+        return self._segment is not None
+
+    def fits(self, manifest: Manifest) -> bool:
+        """Whether a fill with this manifest would use the memory that is there."""
+        return self._segment is not None and self._segment.descriptor.size == _size(manifest)
+
+    def fill(self, source: Source, manifest: Manifest) -> ShmSegment:
+        """Copy the source's tensors in.
+
+        Raises:
+            ValueError: the source does not yield what its manifest says.
+        """
+        if not self.fits(manifest):
+            self.close()
+            self._segment = SharedSegment.create(_size(manifest))
+        if self._digest != manifest.digest():
+            self._views = self._views_of(manifest)
+            self._digest = manifest.digest()
+        specs = manifest.tensors
+        for spec, view, (name, tensor) in zip(specs, self._views, source, strict=True):
+            if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
+                raise ValueError(f"the source yields {name} {tuple(tensor.shape)} where {spec.name} was due")
+            view.copy_(tensor)
+        return self.descriptor
+
+    def _views_of(self, manifest: Manifest) -> list[torch.Tensor]:
+        assert self._segment is not None
+        data = torch.frombuffer(self._segment.buf, dtype=torch.uint8)
+        offsets, _ = manifest.packed_offsets()
+        return [
+            data[offset : offset + spec.nbytes].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+            for spec, offset in zip(manifest.tensors, offsets, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._views, self._digest = [], ""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment.unlink()
+            self._segment = None
+
+
+def _size(manifest: Manifest) -> int:
+    return max(1, manifest.packed_offsets()[1])

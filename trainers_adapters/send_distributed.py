@@ -1,0 +1,105 @@
+"""The distributed path, sending side: rank 0 of a process group broadcasts while the engines receive."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import Any, ClassVar
+
+from weight_updater.groups import SenderGroup
+
+from trainers_adapters.clients import WeightsClient
+from trainers_adapters.errors import RollsyncError
+from trainers_adapters.sending import Outgoing, Sender
+from weight_updater.requests import BeginReply, InitGroup, Path, UpdateReply
+
+
+class BroadcastGroup(Sender):
+    """A process group of this trainer (rank 0) and its engines (ranks 1 and up, in the clients' order).
+
+    It is made at the first push and kept. After a failed push it is gone on both ends; the next push
+    makes a new one.
+
+    Args:
+        master_address: an address of this host that the engines can reach.
+        bucket_bytes: of one broadcast; 0 means 64 MiB.
+        group_timeout_s: seconds for the rendezvous, and for each wait of the engines.
+    """
+
+    path: ClassVar[Path] = Path.DISTRIBUTED
+
+    def __init__(
+        self, *, master_address: str = "127.0.0.1", bucket_bytes: int = 0, group_timeout_s: float = 30.0
+    ) -> None:
+        self._master_address = master_address
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = group_timeout_s
+        self._group: SenderGroup | None = None
+        self._name = ""
+        self._members: tuple[WeightsClient, ...] = ()
+
+    def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
+        if self._group is None or self._members != tuple(clients):
+            self.close()
+            self._open(tuple(clients))
+        return {"bucket_bytes": self._bucket_bytes}
+
+    def _open(self, clients: tuple[WeightsClient, ...]) -> None:
+        """Rendezvous: both ends must be at it at once, so each engine's call runs in its own thread."""
+        self._name = f"rollsync-{secrets.token_hex(8)}"
+        port = _free_port(self._master_address)
+        world_size = len(clients) + 1
+
+        def join(rank: int, client: WeightsClient) -> str:
+            request = InitGroup(
+                self._name, self._master_address, port, rank, world_size, timeout_s=self._timeout_s
+            )
+            return client.init_group(request, timeout_s=self._timeout_s + 5)
+
+        self._members = clients
+        with ThreadPoolExecutor(len(clients)) as pool:
+            joining = [pool.submit(join, rank, client) for rank, client in enumerate(clients, start=1)]
+            try:
+                self._group = SenderGroup(self._name, self._master_address, port, world_size, self._timeout_s)
+                for future in joining:
+                    future.result()
+            except BaseException as error:
+                refused = next((f.exception() for f in joining if f.done() and f.exception()), None)
+                self._leave()
+                if isinstance(refused, RollsyncError):
+                    raise refused from error  # why the rendezvous failed, rather than that it did
+                raise
+
+    def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
+        return client.update_from_distributed(begun.update_id, self._name, timeout_s=outgoing.seconds_left)
+
+    def beside(self, begun: BeginReply, outgoing: Outgoing) -> None:
+        assert self._group is not None
+        tensors = (tensor for _, tensor in outgoing.source)
+        self._group.broadcast(outgoing.manifest, tensors, begun.bucket_bytes)
+
+    def cancel(self) -> None:
+        self._leave()
+
+    def close(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        """Tear down both ends; an engine that is gone, or whose group is, has nothing to leave."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+        for client in self._members:
+            with suppress(RollsyncError):
+                client.destroy_group(self._name)
+        self._members = ()
+
+
+def _free_port(address: str) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])

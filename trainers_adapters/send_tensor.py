@@ -1,0 +1,65 @@
+"""The tensor path, sending side: bytes in the call, or in a shared-memory segment named in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from trainers_adapters.clients import WeightsClient
+from trainers_adapters.segments import PackedSegment
+from trainers_adapters.sending import Outgoing, Sender, byte_view
+from trainers_adapters.weights_calls import Chunk
+from weight_updater.requests import BeginReply, Path, UpdateReply
+
+CHUNK_BYTES = (4 << 20) - 4096
+"""The largest multiple of 4 KiB that fits a default gRPC message (4 MiB) together with its header."""
+
+
+class TensorStream(Sender):
+    """A client stream of chunks: works wherever gRPC does.
+
+    Args:
+        chunk_bytes: bytes of a chunk, a multiple of 8; below the engine's max_message_bytes.
+    """
+
+    path: ClassVar[Path] = Path.TENSOR
+
+    def __init__(self, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        if chunk_bytes < 8 or chunk_bytes % 8:
+            raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be a positive multiple of 8")
+        self._chunk_bytes = chunk_bytes
+
+    def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
+        return client.update_from_tensor(
+            begun.update_id, self._chunks(outgoing), timeout_s=outgoing.seconds_left
+        )
+
+    def _chunks(self, outgoing: Outgoing) -> Iterator[Chunk]:
+        for index, (_, tensor) in enumerate(outgoing.source):
+            data = byte_view(tensor)
+            for offset in range(0, len(data), self._chunk_bytes):
+                yield index, offset, data[offset : offset + self._chunk_bytes]
+
+
+class TensorSegment(Sender):
+    """Shared memory: for engines on this host. Bytes are copied into the segment once for all engines.
+
+    The segment is kept for later pushes and removed when the `with` block ends.
+    """
+
+    path: ClassVar[Path] = Path.TENSOR
+
+    def __init__(self) -> None:
+        self._segment = PackedSegment()
+
+    def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
+        self._segment.fill(outgoing.source, outgoing.manifest)
+        return {}
+
+    def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
+        return client.update_from_tensor(
+            begun.update_id, segment=self._segment.descriptor, timeout_s=outgoing.seconds_left
+        )
+
+    def close(self) -> None:
+        self._segment.close()

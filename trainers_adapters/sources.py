@@ -1,0 +1,112 @@
+"""A trainer's weights as a source: (Hugging Face name, tensor) in a stable order, and their manifest.
+
+Sources only read. A tensor that a source yields may be the trainer's own: whoever takes it must not
+write to it. Nothing of the trainer is merged, cast or moved in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from weight_updater import clean_name
+from weight_updater.arena import DTYPE_NAMES
+from weight_updater.checksum import checksums as checksums_of
+from weight_updater.names import is_adapter_name
+from weight_updater.requests import Manifest, TensorSpec
+
+
+class Source(Protocol):
+    """What push_weights sends."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, the same names in the same order every time; borrowed, read-only."""
+
+    def manifest(self, *, checksums: bool = True) -> Manifest:
+        """What iterating yields: names, dtypes, shapes, and on request the checksums of the bytes."""
+
+
+class ModuleSource:
+    """The parameters of a plain nn.Module under their Hugging Face names.
+
+    Wrapper segments (module, _orig_mod, ...) are taken off the names; buffers are left out; tied
+    parameters come once, under the embedding's name. Values are read when iterated, so one source
+    serves every push.
+
+    Args:
+        module: on any device; its parameters are never written to.
+        dtype: cast on the way out (into a copy), or None to send what is there.
+
+    Raises:
+        ValueError: the module holds adapters that are not merged, no parameters at all, a dtype that
+            cannot be sent, or two parameters that end up under one name.
+    """
+
+    def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._parameters = _named_once(module)
+        if not self._parameters:
+            raise ValueError(f"{type(module).__name__} has no parameters to push")
+        for name, parameter in self._parameters.items():
+            if (dtype or parameter.dtype) not in DTYPE_NAMES:
+                raise ValueError(
+                    f"{name} is {dtype or parameter.dtype}; it can be sent as one of "
+                    f"{', '.join(DTYPE_NAMES.values())} (pass dtype=)"
+                )
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._parameters)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._parameters.items():
+            tensor = parameter.detach()
+            yield name, tensor if self._dtype is None else tensor.to(self._dtype)
+
+    def manifest(self, *, checksums: bool = True) -> Manifest:
+        if not checksums:
+            sums: list[int | None] = [None] * len(self._parameters)
+        elif self._dtype is None:
+            sums = list(checksums_of([tensor for _, tensor in self]))
+        else:  # one cast copy at a time
+            sums = [checksums_of([tensor])[0] for _, tensor in self]
+        return Manifest(
+            tuple(
+                TensorSpec(name, DTYPE_NAMES[self._dtype or p.dtype], tuple(p.shape), value)
+                for (name, p), value in zip(self._parameters.items(), sums, strict=True)
+            )
+        )
+
+
+def _named_once(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Each parameter once, under its cleaned name, in the module's order; a tie keeps the embedding."""
+    embeddings = {
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, child in module.named_modules(remove_duplicate=False)
+        if isinstance(child, nn.Embedding)
+    }
+    kept: dict[object, tuple[str, str, nn.Parameter]] = {}  # storage -> (own name, cleaned name, parameter)
+    for own, parameter in module.named_parameters(remove_duplicate=False):
+        if is_adapter_name(own):
+            raise ValueError(
+                f"{own} belongs to an adapter; merge the adapters into a copy of the module and push that"
+            )
+        key = _storage_key(parameter)
+        if key not in kept or (own in embeddings and kept[key][0] not in embeddings):
+            kept[key] = (own, clean_name(own), parameter)
+    named: dict[str, nn.Parameter] = {}
+    for own, name, parameter in kept.values():
+        if name in named:
+            raise ValueError(f"two parameters are called {name} once wrappers are removed (one is {own})")
+        named[name] = parameter
+    return named
+
+
+def _storage_key(parameter: nn.Parameter) -> object:
+    """Equal for parameters that are one tensor: the same object, or views of exactly the same memory."""
+    if parameter.numel() == 0 or parameter.device.type == "meta":
+        return id(parameter)
+    return (parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
