@@ -14,12 +14,17 @@ AUTO = {"cpu": ("torch",), "cuda": ("flashinfer", "torch")}
 """Device type -> what "auto" takes, in this order, of what is in BACKENDS."""
 
 
-def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`. Raises ConfigError listing what exists."""
+def resolve_backend(name: str, device: torch.device) -> str:
+    """A key of BACKENDS for `name`, which may be "auto". Raises ConfigError listing what exists."""
     if name == "auto":
-        name = next(backend for backend in AUTO[device.type] if backend in BACKENDS)
+        return next(backend for backend in AUTO[device.type] if backend in BACKENDS)
     if name not in BACKENDS:
         raise ConfigError(f"attention_backend is {name!r}; there is {', '.join(sorted(BACKENDS))}")
+    return name
+
+
+def make_backend(name: str) -> AttentionBackend:
+    """The backend of a key of BACKENDS; its module is imported now."""
     module, _, attribute = BACKENDS[name].partition(":")
     backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
     return backend

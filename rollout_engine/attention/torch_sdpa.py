@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from rollout_engine.attention.base import AttentionBackend
 from rollout_engine.batch.forward import ForwardBatch
 
-GROUP_COST_TOKENS = 64
+GROUP_COST_TOKENS = 96
 """KV tokens whose gather takes about as long as the fixed cost of one more group."""
 
 

@@ -18,14 +18,14 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. Lengths in tokens; the last four are read for rope_type llama3 (factor: linear too)."""
+    """Rotary embedding. factor is read for rope_type linear and llama3, what follows it for llama3 alone."""
 
     rope_type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_context: int = 8192
+    original_context: int = 8192  # tokens
 
 
 @dataclass(frozen=True, slots=True)

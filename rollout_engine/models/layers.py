@@ -17,6 +17,9 @@ from rollout_engine.models.config import ModelConfig, RopeConfig
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of a step's positions, each [T, 1, H], in the model's dtype."""
 
+ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+"""Whether this torch was built with oneDNN."""
+
 
 def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
@@ -36,7 +39,17 @@ class RMSNorm(nn.Module):
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         scale = scale.div_(x.shape[-1]).add_(self.eps).rsqrt_()
         # Rounds to the model's dtype before the product with the weight, as transformers does.
-        return (wide * scale).to(x.dtype).mul_(self.weight)
+        normed: torch.Tensor = (wide * scale).to(x.dtype).mul_(self.weight)
+        return normed
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight.T + bias. [*, in], [out, in], [out] -> [*, out]."""
+    if x.device.type == "cpu" and x.dtype is torch.float32 and ONEDNN:
+        # oneDNN multiplies thin float32 matrices 1.1 to 2.5 times as fast as the BLAS behind F.linear.
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+        return out
+    return F.linear(x, weight, bias)
 
 
 class FusedLinear(nn.Module):
@@ -55,7 +68,7 @@ class FusedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] -> [T, sum of the parts]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class Linear(nn.Module):
@@ -68,7 +81,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in_features] -> [T, out_features]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -137,7 +150,10 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate each pair (x[i], x[i + H/2]): x * cos + swap_halves(x) * sin, the sign being in sin. [T, *, H]."""
+    """Rotate each pair (x[i], x[i + H/2]); [T, *, H] -> the same shape.
+
+    x * cos + swap_halves(x) * sin, the sign being in sin.
+    """
     cos, sin = rope
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
@@ -177,7 +193,8 @@ class Attention(nn.Module):
         qk = rotate(qk, rope)
         q_TNH, k_TKH = qk[:, : self.num_heads], qk[:, self.num_heads :]
         out_TNH = batch.attn_backend.run(self.layer_id, q_TNH, k_TKH, v_TKH, batch)
-        return self.o_proj(out_TNH.reshape(num_tokens, -1))
+        out: torch.Tensor = self.o_proj(out_TNH.reshape(num_tokens, -1))
+        return out
 
 
 class MLP(nn.Module):
@@ -194,4 +211,5 @@ class MLP(nn.Module):
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, D]."""
         gate, up = self.gate_up_proj(x_TD).split(self.size, dim=-1)
-        return self.down_proj(F.silu(gate).mul_(up))
+        out: torch.Tensor = self.down_proj(F.silu(gate).mul_(up))
+        return out

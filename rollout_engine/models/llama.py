@@ -25,7 +25,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rope, batch)
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        out: torch.Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        return out
 
 
 class Decoder(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +22,14 @@ def is_buffer(name: str) -> bool:
     return name.split(".")[-2:] == ["rotary_emb", "inv_freq"]
 
 
-def build_model(config: ModelConfig, device: torch.device) -> tuple[nn.Module, WeightTarget]:
+def build_model(config: ModelConfig, device: torch.device) -> tuple[Any, WeightTarget]:
     """The model of `config` with zeroed weights in one arena on `device`, and its slots.
 
     Call it outside inference mode: parameters born inside could never be updated outside.
     """
     assert not torch.is_inference_mode_enabled(), "a model built in inference mode cannot be updated"
     with torch.device("meta"):
-        model = model_class(config.architecture)(config)
+        model: Any = model_class(config.architecture)(config)
     storages = [storage for _, _, storage in _storages(model, config.dtype)]
     parameters = _give_homes(model, config.dtype, device)
     arena = Arena(storages, {HEAD: EMBEDDING} if config.tie else {})

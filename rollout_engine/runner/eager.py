@@ -123,7 +123,7 @@ class SplitPrefill:
 
     @property
     def done(self) -> bool:
-        return self.next_layer == self.runner.model.config.num_layers
+        return bool(self.next_layer == self.runner.model.config.num_layers)
 
     @torch.inference_mode()
     def advance(self, num_layers: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from rollout_engine.attention.base import AttentionBackend
-from rollout_engine.attention.registry import make_backend
+from rollout_engine.attention.registry import make_backend, resolve_backend
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.batch.schedule import ScheduleBatch, StepResult
 from rollout_engine.config import ServeConfig
@@ -22,9 +22,9 @@ from rollout_engine.models.registry import MODELS
 from rollout_engine.models.weights import build_model, fill_random
 from rollout_engine.runner.eager import EagerRunner, SplitPrefill
 from rollout_engine.runner.kv_pool import KVPool
-from rollout_engine.runner.load import load_weights
 from rollout_engine.runner.memory import available_memory
 from weight_updater.arena import WeightTarget
+from weight_updater.from_disk import load_directory
 
 SPLIT_PREFILL_LAYERS = 4
 """Layers per group when forward() runs a SPLIT_PREFILL batch by itself."""
@@ -67,6 +67,7 @@ class ModelRunner:
     token_to_kv_pool: KVPool
     req_to_token_pool: torch.Tensor  # [max_running_requests, context_length] int32 token slots
     attn_backend: AttentionBackend
+    attention_backend_name: str  # key of attention.registry.BACKENDS, never "auto"
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
@@ -76,7 +77,7 @@ class ModelRunner:
         self.model_config = ModelConfig.from_directory(
             config.model, known=tuple(MODELS), dtype=config.dtype, context_length=config.context_length
         )
-        self.forward_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.forward_stream = _forward_stream(self.device)
         self.decode_graph: GraphRunner | None = None
         self.prefill_graph: GraphRunner | None = None
         self.forward_counts = dict.fromkeys(
@@ -92,13 +93,17 @@ class ModelRunner:
         self._stage = stage
 
     def initialize(self) -> None:
-        """Build the model in its arena and load or draw its weights."""
+        """Build the model in its arena and load or draw its weights.
+
+        Raises:
+            weight_updater.errors.UpdateRefused: a checkpoint that does not fit or cannot be read.
+        """
         self._enter(Stage.INITIALIZE)
         self.model, self.target = build_model(self.model_config, self.device)
         if self.config.load_format == "random":
             fill_random(self.model, self.target, self.config.seed)
         else:
-            load_weights(self.target, self.config.model)
+            load_directory(self.target, str(self.config.model))
             self.target.finalise()
 
     def alloc_memory_pool(self, num_pages: int) -> None:
@@ -115,7 +120,8 @@ class ModelRunner:
 
     def init_attention_backends(self) -> None:
         self._enter(Stage.INIT_ATTENTION_BACKENDS)
-        self.attn_backend = make_backend(self.config.attention_backend, self.device)
+        self.attention_backend_name = resolve_backend(self.config.attention_backend, self.device)
+        self.attn_backend = make_backend(self.attention_backend_name)
         self.eager = EagerRunner(self.model, self.config.max_prompt_logits_rows)
 
     def init_cuda_graphs(self) -> None:
@@ -165,6 +171,11 @@ class ModelRunner:
     def resume_kv(self) -> int:
         """Take the KV pool's memory again, zeroed, in the same tensors; bytes taken."""
         return self.token_to_kv_pool.resume()
+
+
+def _forward_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream that forward passes run on; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _device(name: str) -> torch.device:
