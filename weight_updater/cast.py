@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 PIECE_ELEMENTS = 1 << 20
@@ -47,3 +48,10 @@ def as_dtype(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype)
+
+
+def bytes_over(buffer: memoryview) -> torch.Tensor:
+    """The buffer's memory as [n] uint8, borrowed: the tensor keeps the memory from being unmapped."""
+    # Through numpy, which holds on to the buffer; torch.frombuffer lets go of it, and a closed mapping
+    # would leave the tensor pointing nowhere.
+    return torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8))

@@ -1,0 +1,54 @@
+"""Path `tensor`: the bytes come in the call, as chunks or in a shared-memory segment on one host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from weight_updater.cast import bytes_over
+from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.requests import FromTensor
+from weight_updater.shm import SharedSegment
+from weight_updater.sink import Sink
+
+Chunks = Iterable[tuple[int, int, torch.Tensor]]
+"""(tensor of the manifest, byte offset in it, [n] uint8), in any order and of any size."""
+
+
+def receive(request: FromTensor, sink: Sink, chunks: Chunks | None) -> None:
+    """Write what a client sends into `sink`.
+
+    Args:
+        request: names a segment in which the manifest's tensors lie packed, or none.
+        chunks: what the client streams, if no segment is named.
+
+    Raises:
+        UpdateRefused: MEMORY_UNAVAILABLE, BAD_CHUNK, INVALID_UPDATE.
+    """
+    if request.segment is not None:
+        _read_segment(request, sink)
+    elif chunks is not None:
+        for index, offset, data in chunks:
+            sink.write(index, offset, data)
+    else:
+        raise UpdateRefused(Reason.INVALID_UPDATE, "the tensor path needs a shared-memory segment or chunks")
+
+
+def _read_segment(request: FromTensor, sink: Sink) -> None:
+    assert request.segment is not None
+    tensors = sink.plan.manifest.tensors
+    offsets, _ = sink.plan.manifest.packed_offsets()
+    size = request.segment.size
+    end = max(offset + tensor.nbytes for offset, tensor in zip(offsets, tensors, strict=True))
+    if size < end:
+        raise UpdateRefused(
+            Reason.MEMORY_UNAVAILABLE,
+            f"shared-memory segment {request.segment.name} has {size} bytes, the manifest's {len(tensors)} "
+            f"tensors packed in order, each 256-byte aligned, need {end}",
+        )
+    with SharedSegment.open(request.segment) as segment:
+        data = bytes_over(segment.buf)
+        for index in sink.plan.needed:
+            sink.write(index, 0, data[offsets[index] : offsets[index] + tensors[index].nbytes])
+        del data

@@ -1,0 +1,195 @@
+"""What is live: the weight version, its proof, what came before it, and the one place that changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weight_updater import from_ipc, replies
+from weight_updater.arena import WeightTarget
+from weight_updater.checksum import checksum, fold
+from weight_updater.commit import make_live, slot_checksums
+from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.graphs import GraphHooks
+from weight_updater.open_update import OpenUpdate
+from weight_updater.requests import Path, Recapture, Staging, UpdateReply
+from weight_updater.staging import Copy, CopyBorrowed, Exchange, InPlace, Rebind, StagingBuffers, Write
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """A version that waits in a staging buffer to be brought back.
+
+    ranges: (offset, size) that were exchanged. checksums: slot -> checksum before, where known.
+    """
+
+    version: int
+    staging: Staging
+    ranges: tuple[tuple[int, int], ...]
+    written: tuple[str, ...]
+    checksums: dict[str, int]
+    weights_path: str
+    reply: UpdateReply
+
+
+class LiveWeights:
+    """The weights that answer now. LOOP, but for `know`.
+
+    Attributes:
+        version, commit_sequence, torn_reason, weights_path: as on WeightUpdater.
+        highest: the largest version that ever committed.
+        adopted: the trainer's memory that the slots point to, if they do.
+        previous: what `rollback` would bring back.
+    """
+
+    def __init__(
+        self, target: WeightTarget, buffers: StagingBuffers, graphs: GraphHooks, initial_version: int
+    ) -> None:
+        self.version = initial_version
+        self.highest = initial_version
+        self.commit_sequence = 0
+        self.torn_reason = ""
+        self.weights_path = ""
+        self.adopted: from_ipc.Mapping | None = None
+        self.previous: Previous | None = None
+        self.known: dict[str, int] = {}  # slot -> checksum of what is live, as far as it is known
+        self._target = target
+        self._buffers = buffers
+        self._graphs = graphs
+
+    def know(self) -> None:
+        """ANY THREAD. Complete `known`, while nothing writes to the slots."""
+        if not self.torn_reason:
+            missing = [name for name in self._target.arena.slot_names if name not in self.known]
+            self.known.update(slot_checksums(self._target, missing))
+
+    def commit(self, update: OpenUpdate) -> UpdateReply:
+        """Make a verified update live.
+
+        Raises:
+            UpdateRefused: a fault that was undone. WeightsTorn: one that was not.
+        """
+        written = tuple(dict.fromkeys(self._canonical(update, index) for index in update.plan.applied))
+        before = {name: self.known[name] for name in written if name in self.known}
+        write = self._write(update)
+        recapture = update.request.recapture
+        done = make_live(self._target, write, update.expected, before, self._graphs, recapture)
+        was_whole, previous_version, previous_path = not self.torn_reason, self.version, self.weights_path
+        for name in written:
+            self.known.pop(name, None)
+        self.known.update(update.expected)
+        if update.plan.full:
+            self.torn_reason = ""
+        self.adopted = update.adoption
+        if update.path is Path.DISK:
+            self.weights_path = update.directory
+        self._publish(update.next_version)
+        reply = replies.committed(
+            update,
+            done,
+            version=self.version,
+            previous_version=previous_version,
+            commit_sequence=self.commit_sequence,
+            live=self._all_known(),
+        )
+        self.previous = None
+        if update.request.keep_previous and was_whole:  # half a model is not worth going back to
+            self.previous = Previous(
+                previous_version, update.staging, update.plan.ranges, written, before, previous_path, reply
+            )
+        return reply
+
+    def rollback(self) -> UpdateReply:
+        """Bring the previous version back in one exchange.
+
+        Raises:
+            UpdateRefused: NO_PREVIOUS, WRONG_STATE, or a fault that was undone. WeightsTorn.
+        """
+        previous = self.previous
+        if self.torn_reason:
+            raise UpdateRefused(
+                Reason.WRONG_STATE,
+                f"the weights are torn ({self.torn_reason}); only a full update makes them whole",
+            )
+        if previous is None:
+            raise UpdateRefused(
+                Reason.NO_PREVIOUS,
+                "no previous version is kept: the last commit came without keep_previous, was rolled back "
+                "already, or a newer update has used its staging buffer",
+            )
+        write = Exchange(
+            self._target.buffer,
+            self._buffers.get(previous.staging),
+            previous.ranges,
+            self._buffers.scratch(),
+        )
+        before = {name: self.known[name] for name in previous.written if name in self.known}
+        done = make_live(self._target, write, previous.checksums, before, self._graphs, Recapture.AUTO)
+        rolled_back_from = self.version
+        for name in previous.written:
+            self.known.pop(name, None)
+        self.known.update(previous.checksums)
+        self.previous = None
+        self.weights_path = previous.weights_path
+        self._publish(previous.version)
+        return replies.rolled_back(
+            previous.reply,
+            done,
+            version=self.version,
+            previous_version=rolled_back_from,
+            commit_sequence=self.commit_sequence,
+            live=fold(self._all_known().values()) if previous.checksums else 0,
+        )
+
+    def tear(self, reason: str) -> None:
+        """Nothing may be generated until a full update commits."""
+        self.torn_reason = reason
+        self.previous = None
+        self.known.clear()
+
+    def checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """Name -> checksum of the bytes that lie there now, read anew; no names: every slot.
+
+        Raises:
+            UpdateRefused (INVALID_UPDATE): a name that is no slot.
+        """
+        arena = self._target.arena
+        for name in names:
+            if name not in arena.placements:
+                raise UpdateRefused(Reason.INVALID_UPDATE, f"the model has no tensor {name!r}")
+        if not names:
+            return slot_checksums(self._target, arena.slot_names)
+        return {name: checksum(self._target.slot(name)) for name in names}
+
+    def _publish(self, version: int) -> None:
+        """The one place in which the weight version changes."""
+        self.version = version
+        self.highest = max(self.highest, version)
+        self.commit_sequence += 1
+
+    def _all_known(self) -> dict[str, int]:
+        """`known` in the arena's order; empty if a slot is missing."""
+        names = self._target.arena.slot_names
+        return {name: self.known[name] for name in names} if len(self.known) == len(names) else {}
+
+    def _canonical(self, update: OpenUpdate, index: int) -> str:
+        return self._target.arena.canonical(update.plan.slot(index).name)
+
+    def _write(self, update: OpenUpdate) -> Write:
+        """How the update's bytes come into place."""
+        live, ranges = self._target.buffer, update.plan.ranges
+        if update.adoption is not None:
+            if update.adoption is self.adopted:
+                return InPlace()
+            arena = update.adoption.data[: self._target.arena.nbytes]
+            return Rebind(self._target, arena, InPlace())
+        destination = live if update.home is None else update.home
+        write: Write = InPlace()
+        if update.staging is not Staging.NONE:
+            staged = self._buffers.get(update.staging)
+            if update.request.keep_previous:
+                return Exchange(live, staged, ranges, self._buffers.scratch())
+            write = Copy(destination, staged, ranges)
+        elif update.path is Path.IPC:
+            write = CopyBorrowed(self._target, destination, update.sink)
+        return write if update.home is None else Rebind(self._target, update.home, write)

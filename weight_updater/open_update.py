@@ -1,0 +1,185 @@
+"""The update that is open: what was agreed, what has come, and all that can still refuse it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from weight_updater import from_ipc
+from weight_updater.arena import WeightTarget
+from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.plan import Plan, conflict
+from weight_updater.requests import (
+    BeginReply,
+    BeginUpdate,
+    FromDisk,
+    FromDistributed,
+    FromIpc,
+    FromTensor,
+    Path,
+    Staging,
+    UpdateState,
+)
+from weight_updater.sink import Sink
+from weight_updater.staging import StagingBuffers
+
+Request = FromDisk | FromDistributed | FromTensor | FromIpc
+
+
+@dataclass(slots=True, eq=False)
+class OpenUpdate:
+    """An update between begin and its end.
+
+    home: uint8 arena that the slots will point to, if they leave an adopted one at this commit.
+    in_adopted: the trainer writes into the live arena from begin on.
+    expected: slot -> checksum that it has after the commit; empty with skip_checksums.
+    """
+
+    request: BeginUpdate
+    plan: Plan
+    staging: Staging
+    next_version: int
+    sink: Sink
+    buffers: StagingBuffers
+    reply: BeginReply
+    lease_s: float
+    deadline: float  # of the lease, time.monotonic()
+    home: torch.Tensor | None
+    in_adopted: bool
+    allocated_before: int  # bytes that `buffers` had taken since start, at begin
+    state: UpdateState = UpdateState.BEGUN
+    receiving: bool = False
+    finished: list[Request] = field(default_factory=list)  # requests that were received whole
+    adoption: from_ipc.Mapping | None = None  # what the commit adopts
+    verifying: bool = False
+    verified: bool = False
+    num_changed: int = 0
+    expected: dict[str, int] = field(default_factory=dict)
+    transfer_s: float = 0.0
+    verify_s: float = 0.0
+    directory: str = ""  # that the disk path read
+
+    @property
+    def update_id(self) -> str:
+        return self.reply.update_id
+
+    @property
+    def path(self) -> Path:
+        return self.request.path
+
+    @property
+    def inflight(self) -> str:
+        return self.request.inflight
+
+    @property
+    def adopt(self) -> bool:
+        return self.request.adopt
+
+    @property
+    def received_bytes(self) -> int:
+        return self.sink.received_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.plan.manifest.nbytes
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory that this update took beyond what there was at begin."""
+        home = 0 if self.home is None else self.home.numel()
+        return home + self.sink.extra_bytes + self.buffers.extra_bytes - self.allocated_before
+
+    @property
+    def writes_live(self) -> bool:
+        """Bytes land in the live slots as they arrive, so that no forward pass may run meanwhile."""
+        stored_live = self.staging is Staging.NONE and self.path is not Path.IPC and self.home is None
+        return stored_live or self.in_adopted
+
+    @property
+    def written(self) -> bool:
+        """Something may lie in the live slots that was not there at begin."""
+        return self.in_adopted or (self.writes_live and self.sink.received_bytes > 0)
+
+    def touch(self, lease_s: float = 0.0) -> None:
+        """A call came: the lease starts anew."""
+        self.deadline = time.monotonic() + (lease_s or self.lease_s)
+
+
+def check_received(update: OpenUpdate) -> None:
+    """Raise whatever can still refuse the update: missing bytes, wrong checksums, non-finite values.
+
+    Raises:
+        UpdateRefused: INCOMPLETE, CHECKSUM_MISMATCH, MANIFEST_MISMATCH, NONFINITE.
+    """
+    sink, plan = update.sink, update.plan
+    tensors = plan.manifest.tensors
+    incomplete = sink.incomplete()
+    if incomplete:
+        index, arrived = incomplete[0]
+        raise UpdateRefused(
+            Reason.INCOMPLETE,
+            f"{len(incomplete)} of {len(plan.needed)} tensors have not arrived whole; the first is "
+            f"{tensors[index].name} with {arrived} of {tensors[index].nbytes} bytes",
+        )
+    if not update.request.skip_checksums:
+        _check_checksums(update)
+    for twin, writer in plan.twins.items():
+        same = tensors[twin].dtype == tensors[writer].dtype
+        read = sink.received_checksum if same else sink.slot_checksum
+        if read(twin) != read(writer):
+            raise UpdateRefused(
+                Reason.MANIFEST_MISMATCH,
+                conflict(tensors[twin], tensors[writer], read(twin), read(writer)),
+            )
+    if not update.request.allow_nonfinite:
+        bad = [index for index in plan.applied if sink.is_nonfinite(index)]
+        if bad:
+            more = f" (and {len(bad) - 1} more tensors)" if len(bad) > 1 else ""
+            raise UpdateRefused(
+                Reason.NONFINITE,
+                f"{tensors[bad[0]].name} has NaN or infinite values in {plan.slot(bad[0]).dtype}, the "
+                f"model's dtype{more}; fix the trainer, or say allow_nonfinite=true",
+            )
+
+
+def _check_checksums(update: OpenUpdate) -> None:
+    wrong = []
+    for index in update.plan.needed:
+        spec = update.plan.manifest.tensors[index]
+        if spec.checksum is not None and spec.checksum != update.sink.received_checksum(index):
+            wrong.append(index)
+    if wrong:
+        spec = update.plan.manifest.tensors[wrong[0]]
+        more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
+        raise UpdateRefused(
+            Reason.CHECKSUM_MISMATCH,
+            f"{spec.name} arrived with checksum {update.sink.received_checksum(wrong[0]):016x}, the manifest "
+            f"promised {spec.checksum:016x}{more}; the bytes changed on the way, send them again",
+        )
+
+
+def expect(update: OpenUpdate, target: WeightTarget, live: Mapping[str, int]) -> None:
+    """Work out what the slots will hold, and how many of them that changes.
+
+    With checksums: by comparing them with `live` (slot -> checksum now). With skip_checksums values are
+    compared where that is cheap (everything on one CPU, not written yet); else each tensor counts.
+    """
+    sink, plan, arena = update.sink, update.plan, target.arena
+    if not update.request.skip_checksums:
+        update.expected = {
+            arena.canonical(plan.slot(index).name): sink.slot_checksum(index) for index in plan.applied
+        }
+        update.num_changed = sum(live.get(name) != value for name, value in update.expected.items())
+        return
+    update.num_changed = len(plan.applied)
+    if target.device.type == "cpu" and not update.writes_live:
+        for index in plan.applied:
+            new = sink.slot_bytes(index)
+            old = target.slot(plan.slot(index).name)
+            if new is not None and torch.equal(
+                new.contiguous().view(-1).view(torch.uint8), old.view(-1).view(torch.uint8)
+            ):
+                update.num_changed -= 1

@@ -1,0 +1,127 @@
+"""Begin: everything that can be agreed, or refused, before a byte moves."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+import torch
+
+from weight_updater import agree
+from weight_updater.arena import WeightTarget
+from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.graphs import GraphHooks
+from weight_updater.live import LiveWeights
+from weight_updater.manifests import Manifests
+from weight_updater.open_update import OpenUpdate
+from weight_updater.plan import Plan, plan_update
+from weight_updater.requests import BeginReply, BeginUpdate, Manifest, Path, Staging
+from weight_updater.sink import Sink
+from weight_updater.staging import StagingBuffers, allocate
+
+
+class Opener:
+    """Opens updates of one target; changes nothing that is live.
+
+    Args:
+        lease_s: of updates that ask for none.
+    """
+
+    def __init__(
+        self,
+        target: WeightTarget,
+        live: LiveWeights,
+        buffers: StagingBuffers,
+        manifests: Manifests,
+        graphs: GraphHooks,
+        lease_s: float,
+    ) -> None:
+        self._target = target
+        self._live = live
+        self._buffers = buffers
+        self._manifests = manifests
+        self._graphs = graphs
+        self._lease_s = lease_s
+
+    def open(self, request: BeginUpdate, manifest: Manifest, *, paused: bool) -> OpenUpdate:
+        """LOOP. Agree on an update.
+
+        Raises:
+            UpdateRefused: INVALID_UPDATE, PAUSED_WAIT, STALE_VERSION, WRONG_STATE (partial while torn),
+                NO_STAGING, MANIFEST_MISMATCH, WOULD_MOVE, NO_MEMORY.
+        """
+        agree.check_fields(request, paused=paused)
+        version = agree.next_version(request.version, self._live.highest)
+        if self._live.torn_reason and request.partial:
+            raise UpdateRefused(
+                Reason.WRONG_STATE,
+                f"the weights are torn ({self._live.torn_reason}); only a full update makes them whole",
+            )
+        staging = Staging.NONE if request.adopt else self._buffers.choose(request.staging)
+        plan = plan_update(self._target, manifest, partial=request.partial, merged=request.merged)
+        adopted = self._live.adopted
+        in_adopted = request.adopt and adopted is not None and adopted.segment.owner_alive()
+        leaves_adopted = adopted is not None and not request.adopt
+        if request.adopt:
+            agree.check_adoptable(plan)
+        if leaves_adopted or (request.adopt and not in_adopted):
+            num_storages = len(self._target.arena.storages)
+            agree.check_move(request, num_storages, leaves_adopted=leaves_adopted)
+            self._graphs.check_recapture()
+        allocated_before = self._buffers.extra_bytes
+        home = self._new_home() if leaves_adopted else None
+        lease_s = request.lease_s or self._lease_s
+        return OpenUpdate(
+            request=request,
+            plan=plan,
+            staging=staging,
+            next_version=version,
+            sink=self._sink(request, plan, staging, home),
+            buffers=self._buffers,
+            reply=self._reply(request, plan, staging, version, lease_s),
+            lease_s=lease_s,
+            deadline=time.monotonic() + lease_s,
+            home=home,
+            in_adopted=in_adopted,
+            allocated_before=allocated_before,
+        )
+
+    def _new_home(self) -> torch.Tensor:
+        """A copy of what is live, outside of the adopted arena, in which only the trainer may write."""
+        nbytes = self._target.arena.nbytes
+        home = allocate(nbytes, self._target.device, "weights that leave the adopted arena")
+        return home.copy_(self._target.buffer)
+
+    def _sink(self, request: BeginUpdate, plan: Plan, staging: Staging, home: torch.Tensor | None) -> Sink:
+        destination: torch.Tensor | None
+        if staging is not Staging.NONE:
+            destination = self._buffers.get(staging)
+        elif request.path is Path.IPC:
+            destination = None  # the trainer's memory is the staging area
+        else:
+            destination = self._target.buffer if home is None else home
+        return Sink(
+            plan,
+            self._target.arena,
+            destination,
+            hashing=not request.skip_checksums,
+            find_nonfinite=not request.allow_nonfinite,
+        )
+
+    def _reply(
+        self, request: BeginUpdate, plan: Plan, staging: Staging, version: int, lease_s: float
+    ) -> BeginReply:
+        return BeginReply(
+            update_id=request.update_id or secrets.token_hex(8),
+            version=self._live.version,
+            commit_sequence=self._live.commit_sequence,
+            next_version=version,
+            manifest_digest=self._manifests.remember(plan.manifest),
+            staging=staging,
+            total_bytes=plan.manifest.nbytes,
+            num_buckets=0,
+            bucket_bytes=agree.bucket_bytes(request),
+            unmatched=plan.unmatched,
+            arena_bytes=self._target.arena.nbytes,
+            lease_s=lease_s,
+        )

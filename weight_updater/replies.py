@@ -1,0 +1,128 @@
+"""What is told of an update: the same fields for every path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weight_updater.checksum import fold
+from weight_updater.commit import Done
+from weight_updater.open_update import OpenUpdate
+from weight_updater.requests import Path, StageSeconds, UpdateReply, UpdateState
+
+
+def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateReply:
+    """An update that has not committed."""
+    sink, plan = update.sink, update.plan
+    waiting = {index for index, _ in sink.incomplete()}
+    hashed = not update.request.skip_checksums and not waiting
+    return UpdateReply(
+        update_id=update.update_id,
+        state=update.state,
+        version=version,
+        previous_version=version,
+        commit_sequence=commit_sequence,
+        path=update.path,
+        staging=update.staging,
+        num_tensors=sum(index not in waiting for index in plan.applied),
+        num_bytes=sink.received_bytes,
+        num_changed=update.num_changed,
+        unmatched=plan.unmatched,
+        seconds=StageSeconds(transfer=update.transfer_s, verify=update.verify_s),
+        gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s),
+        verified=update.verified and _checksums_came(update),
+        received_checksum=fold(sink.received_checksum(index) for index in plan.needed) if hashed else 0,
+        warnings=_warnings(update),
+        extra_bytes=update.extra_bytes,
+    )
+
+
+def committed(
+    update: OpenUpdate,
+    done: Done,
+    *,
+    version: int,
+    previous_version: int,
+    commit_sequence: int,
+    live: Mapping[str, int],
+) -> UpdateReply:
+    """An update that has committed. seconds.pause is the commit's own time; the engine knows more.
+
+    live: slot -> checksum of every slot in the arena's order; empty if it is not known.
+    """
+    sink, plan = update.sink, update.plan
+    hashed = not update.request.skip_checksums
+    return UpdateReply(
+        update_id=update.update_id,
+        state=UpdateState.COMMITTED,
+        version=version,
+        previous_version=previous_version,
+        commit_sequence=commit_sequence,
+        path=update.path,
+        staging=update.staging,
+        num_tensors=len(plan.applied),
+        num_bytes=sink.received_bytes,
+        num_changed=update.num_changed,
+        unmatched=plan.unmatched,
+        seconds=_seconds(done, update.transfer_s, update.verify_s),
+        gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s + done.seconds),
+        verified=_checksums_came(update),
+        received_checksum=fold(sink.received_checksum(index) for index in plan.needed) if hashed else 0,
+        live_checksum=fold(live.values()) if hashed and live else 0,
+        graphs_kept=done.graphs_kept,
+        graphs_recaptured=done.graphs_recaptured,
+        graphs_reason=done.graphs_reason,
+        warnings=_warnings(update),
+        extra_bytes=update.extra_bytes,
+    )
+
+
+def rolled_back(
+    kept: UpdateReply, done: Done, *, version: int, previous_version: int, commit_sequence: int, live: int
+) -> UpdateReply:
+    """The update whose reply was `kept` was undone by an exchange."""
+    return UpdateReply(
+        update_id=kept.update_id,
+        state=UpdateState.ROLLED_BACK,
+        version=version,
+        previous_version=previous_version,
+        commit_sequence=commit_sequence,
+        path=kept.path,
+        staging=kept.staging,
+        num_tensors=kept.num_tensors,
+        num_bytes=0,
+        num_changed=kept.num_changed,
+        seconds=_seconds(done, 0.0, 0.0),
+        live_checksum=live,
+        graphs_kept=done.graphs_kept,
+        graphs_recaptured=done.graphs_recaptured,
+        graphs_reason=done.graphs_reason,
+    )
+
+
+def _seconds(done: Done, transfer_s: float, verify_s: float) -> StageSeconds:
+    return StageSeconds(
+        transfer=transfer_s,
+        verify=verify_s + done.compare_s,
+        pause=done.seconds,
+        write=done.write_s,
+        finalise=done.finalise_s,
+        recapture=done.recapture_s,
+    )
+
+
+def _gb_per_s(nbytes: int, seconds: float) -> float:
+    return nbytes / seconds / 1e9 if seconds else 0.0
+
+
+def _checksums_came(update: OpenUpdate) -> bool:
+    tensors = update.plan.manifest.tensors
+    return not update.request.skip_checksums and all(
+        tensors[index].checksum is not None for index in update.plan.needed
+    )
+
+
+def _warnings(update: OpenUpdate) -> tuple[str, ...]:
+    if update.request.skip_checksums or _checksums_came(update):
+        return ()
+    source = "the files carry" if update.path is Path.DISK else "the manifest carries"
+    return (f"{source} no checksum for some tensors, so nothing shows that they arrived as they were sent",)

@@ -1,0 +1,371 @@
+"""WeightUpdater: the life of an update, from begin to one of its three ends.
+
+It belongs to the engine's loop. Methods marked LOOP are called by the loop's thread only; WORKER ones by
+one worker thread while the loop goes on; between them at most one update is open. It knows nothing of
+requests in flight: the loop decides when no forward pass runs and then calls `commit`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from weight_updater import replies
+from weight_updater.arena import WeightTarget
+from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
+from weight_updater.from_tensor import Chunks
+from weight_updater.graphs import GraphHooks, NoGraphs
+from weight_updater.history import History
+from weight_updater.live import LiveWeights
+from weight_updater.manifests import Manifests
+from weight_updater.open_update import OpenUpdate, Request, check_received, expect
+from weight_updater.opening import Opener
+from weight_updater.receive import Receive, Receivers
+from weight_updater.requests import (
+    BeginReply,
+    BeginUpdate,
+    Manifest,
+    Staging,
+    UpdateReply,
+    UpdateState,
+)
+from weight_updater.staging import StagingBuffers
+
+OWNER_CHECK_S = 0.2
+"""How often the owner of an adopted arena is looked for."""
+
+
+class WeightUpdater:
+    """Swaps the weights of one live model.
+
+    Args:
+        target: the live weights.
+        lease_s: seconds without a call after which an open update ends, unless it asks for others.
+        roots: directories that the disk path may read.
+        device_staging: reserve a second arena on the device, now.
+        initial_version: weight version of what is live now.
+        graphs: whoever captured CUDA graphs over the weights.
+
+    Attributes:
+        open: the update that is open, if one is.
+    """
+
+    def __init__(
+        self,
+        target: WeightTarget,
+        *,
+        lease_s: float,
+        roots: Sequence[str],
+        device_staging: bool,
+        initial_version: int = 0,
+        graphs: GraphHooks | None = None,
+    ) -> None:
+        self.open: OpenUpdate | None = None
+        self._target = target
+        hooks: GraphHooks = graphs or NoGraphs()
+        self._manifests = Manifests(roots)
+        self._buffers = StagingBuffers(target, device_staging=device_staging)
+        self._receivers = Receivers(target, self._manifests)
+        self._live = LiveWeights(target, self._buffers, hooks, initial_version)
+        self._opener = Opener(target, self._live, self._buffers, self._manifests, hooks, lease_s)
+        self._history = History()
+        self._owner_checked = 0.0
+
+    @property
+    def version(self) -> int:
+        """The weight version that is live."""
+        return self._live.version
+
+    @property
+    def commit_sequence(self) -> int:
+        """How many commits and rollbacks there were."""
+        return self._live.commit_sequence
+
+    @property
+    def torn_reason(self) -> str:
+        """Why nothing may be generated; "" while the weights are whole."""
+        return self._live.torn_reason
+
+    @property
+    def weights_path(self) -> str:
+        """Directory of the last committed disk update; "" before the first."""
+        return self._live.weights_path
+
+    # Begin
+
+    def resolve(self, request: BeginUpdate) -> Manifest:
+        """ANY THREAD. What the update will bring: reads headers (disk), or knows the digest.
+
+        Raises:
+            UpdateRefused: MANIFEST_UNKNOWN, INVALID_UPDATE, PATH_FORBIDDEN, FILE_NOT_FOUND, FILE_CORRUPT,
+                MANIFEST_MISMATCH, NO_MEMORY.
+        """
+        manifest = self._manifests.resolve(request)
+        if not request.adopt and self._buffers.choose(request.staging) is Staging.HOST:
+            self._buffers.get(Staging.HOST)  # slow the first time, if it is pinned: not on the loop
+        return manifest
+
+    def begin(self, request: BeginUpdate, manifest: Manifest, *, paused: bool) -> BeginReply:
+        """LOOP. Agree on an update, or refuse it; the open one's own id and request give its reply again.
+
+        Raises:
+            UpdateRefused: everything that can be known before a byte moves.
+        """
+        update = self.open
+        if update is not None:
+            if request.update_id == update.update_id and request == update.request:
+                update.touch()
+                return update.reply
+            raise UpdateRefused(
+                Reason.UPDATE_IN_PROGRESS,
+                f"update {update.update_id} ({update.path}, {update.state}, version {update.next_version}) "
+                f"is open; commit or abort it first",
+            )
+        if self._history.committed(request.update_id) is not None:
+            raise self._history.not_open(request.update_id)
+        self.open = self._opener.open(request, manifest, paused=paused)
+        self._history.begins_again(self.open.update_id)
+        return self.open.reply
+
+    # Bytes arrive
+
+    def receiver(self, request: Request, chunks: Chunks | None = None) -> Receive:
+        """LOOP. What brings the bytes in; `run` it on the worker, then hand it to `received`.
+
+        Raises:
+            UpdateRefused: UNKNOWN_UPDATE, WRONG_STATE, INVALID_UPDATE.
+        """
+        update = self._require(request.update_id)
+        if update.receiving or update.state is UpdateState.PREPARED:
+            doing = "receiving" if update.receiving else "prepared"
+            raise UpdateRefused(Reason.WRONG_STATE, f"update {update.update_id} is {doing} already")
+        update.touch()
+        if chunks is None and update.state is UpdateState.RECEIVED and request in update.finished:
+            return Receive(update, request, lambda: None)  # a repeated call, its bytes are here
+        work = self._receivers.work(update, request, chunks)
+        if self._live.previous is not None and self._live.previous.staging is update.staging:
+            self._live.previous = None  # its bytes are about to be overwritten
+        if update.writes_live and not update.in_adopted and not update.request.skip_checksums:
+            work = _after(self._live.know, work)  # while the slots still hold the old weights
+        update.receiving = True
+        if update.state is UpdateState.BEGUN:
+            update.state = UpdateState.RECEIVING
+        return Receive(update, request, work)
+
+    def received(self, receive: Receive, error: Exception | None) -> UpdateReply:
+        """LOOP. The worker is done with `receive`.
+
+        Raises:
+            UpdateError: what ended the update; `error`, or what came before it.
+        """
+        update = receive.update
+        update.receiving = False
+        if update is not self.open:
+            raise self._history.end_of(update.update_id)
+        if error is not None:
+            raise self._end(error)
+        update.touch()
+        if not update.sink.incomplete():
+            update.state = UpdateState.RECEIVED
+        if receive.request not in update.finished:
+            update.finished.append(receive.request)
+        return replies.report(update, self.version, self.commit_sequence)
+
+    # Nothing has been written; everything that can refuse
+
+    def verify(self, update_id: str) -> None:
+        """WORKER. Completeness, checksums, tied names, non-finite values.
+
+        Raises:
+            UpdateError: hand it to `refuse`, or (INCOMPLETE) let the sender go on.
+        """
+        update = self._require(update_id)
+        if update.verified:
+            return
+        if update.receiving:
+            raise UpdateRefused(Reason.WRONG_STATE, f"update {update_id} is still receiving")
+        start = time.perf_counter()
+        update.verifying = True
+        try:
+            check_received(update)
+            if not update.request.skip_checksums and not update.writes_live:
+                self._live.know()
+            expect(update, self._target, self._live.known)
+            update.verified = True
+        finally:
+            update.verifying = False
+            update.verify_s += time.perf_counter() - start
+
+    def verified(self, update_id: str) -> bool:
+        """LOOP. Whether `verify` found nothing that refuses the update."""
+        update = self._require(update_id)
+        update.touch()
+        return update.verified
+
+    def prepared(self, update_id: str, deadline_s: float) -> UpdateReply:
+        """LOOP. Vote yes, after `verify`; nothing refuses the update from here on but its lease.
+
+        Args:
+            deadline_s: seconds from now, the coordinator's deadline and now the lease; 0 keeps the lease.
+        """
+        update = self._require(update_id)
+        if not update.verified:
+            raise UpdateRefused(Reason.WRONG_STATE, f"update {update_id} has not been verified")
+        update.state = UpdateState.PREPARED
+        update.lease_s = deadline_s or update.lease_s
+        update.touch()
+        return replies.report(update, self.version, self.commit_sequence)
+
+    # The end
+
+    def commit(self, update_id: str) -> UpdateReply:
+        """LOOP, while no forward pass runs. Make the update live.
+
+        Raises:
+            UpdateRefused: nothing was written, or it was undone; the old version serves on.
+            WeightsTorn: nothing may be generated until a full update commits.
+        """
+        update = self._require(update_id)
+        try:
+            self.verify(update_id)
+        except UpdateError as error:
+            if error.reason in (Reason.INCOMPLETE, Reason.WRONG_STATE):
+                raise  # the sender may go on
+            raise self._end(error) from error
+        try:
+            if update.adoption is not None and not update.adoption.segment.owner_alive():
+                raise UpdateRefused(Reason.PEER_LOST, "the trainer that owns the arena to adopt is gone")
+            reply = self._live.commit(update)
+        except UpdateError as error:
+            raise self._end(error) from error
+        self.open = None
+        self._unpin()
+        self._history.add_committed(update_id, reply)
+        return reply
+
+    def refuse(self, update_id: str, error: UpdateError) -> None:
+        """LOOP. End an open update because of `error`: refused, or torn if something was written."""
+        self._require(update_id)
+        self._end(error)
+
+    def abort(self, update_id: str) -> tuple[bool, bool]:
+        """LOOP. End an open update. Returns (it was found, the weights are torn by that)."""
+        if self.open is None or self.open.update_id != update_id:
+            return False, False
+        ended = self._end(UpdateRefused(Reason.UNKNOWN_UPDATE, f"update {update_id} was aborted"))
+        return True, isinstance(ended, WeightsTorn)
+
+    def rollback(self) -> UpdateReply:
+        """LOOP, while no forward pass runs. Bring back the version that `keep_previous` kept.
+
+        Raises:
+            UpdateRefused: UPDATE_IN_PROGRESS, NO_PREVIOUS, WRONG_STATE (torn). WeightsTorn: a fault.
+        """
+        if self.open is not None:
+            raise UpdateRefused(
+                Reason.UPDATE_IN_PROGRESS, f"update {self.open.update_id} is open; commit or abort it first"
+            )
+        try:
+            return self._live.rollback()
+        except WeightsTorn as error:
+            self._live.tear(error.message)
+            raise
+
+    def tick(self, now: float) -> None:
+        """LOOP. End an update whose lease ran out; notice the death of an adopted arena's owner.
+
+        Args:
+            now: time.monotonic().
+        """
+        adopted = self._live.adopted
+        if adopted is not None and now - self._owner_checked >= OWNER_CHECK_S and not self.torn_reason:
+            self._owner_checked = now
+            if not adopted.segment.owner_alive():
+                reason = "the trainer that owns the adopted arena is gone"
+                if self.open is not None and self.open.in_adopted:
+                    self._end(UpdateRefused(Reason.PEER_LOST, reason))
+                self._live.tear(reason)
+        update = self.open
+        if update is None or update.receiving or update.verifying or now < update.deadline:
+            return
+        self._end(
+            UpdateRefused(
+                Reason.TIMEOUT,
+                f"the lease of update {update.update_id} ran out: no call came for {update.lease_s:g} s",
+            )
+        )
+
+    def renew(self, update_id: str, lease_s: float) -> float:
+        """LOOP. Push the lease out; returns seconds from now. lease_s 0: the update's own."""
+        update = self._require(update_id)
+        if lease_s < 0:
+            raise UpdateRefused(Reason.INVALID_UPDATE, f"lease_s is {lease_s}; a lease cannot be negative")
+        update.touch(lease_s)
+        return lease_s or update.lease_s
+
+    # Beside updates
+
+    def replay(self, update_id: str) -> UpdateReply | None:
+        """LOOP. The reply of an update that has committed, for a caller that did not get it."""
+        return self._history.committed(update_id)
+
+    def release(self, allocation_ids: Sequence[str]) -> int:
+        """LOOP. Unmap a trainer's memory; returns how many mappings went, unknown ids are ignored.
+
+        Raises:
+            UpdateRefused (WRONG_STATE): one is in use by the open update, or adopted.
+        """
+        return self._receivers.mappings.release(allocation_ids)
+
+    def checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """LOOP. Name -> checksum of what lies in the slot now; no names: all slots, without aliases."""
+        return self._live.checksums(names)
+
+    def discard(self) -> None:
+        """LOOP. The weights' memory was released: only a full update makes the engine answer again."""
+        if self.open is not None:
+            self._end(UpdateRefused(Reason.ASLEEP, "the weights' memory was released meanwhile"))
+        self._live.tear("weights were released")
+
+    def close(self) -> None:
+        """LOOP. End what is open and give back mappings and groups."""
+        if self.open is not None:
+            self._end(UpdateRefused(Reason.UNKNOWN_UPDATE, "the engine shuts down"))
+        self._receivers.close()
+
+    # Inside
+
+    def _require(self, update_id: str) -> OpenUpdate:
+        if self.open is not None and self.open.update_id == update_id:
+            return self.open
+        raise self._history.not_open(update_id)
+
+    def _end(self, error: Exception) -> UpdateError:
+        """Close the open update as refused, or as torn if something was written; returns which."""
+        update = self.open
+        assert update is not None, "only an open update can end"
+        reason = error.reason if isinstance(error, UpdateError) else Reason.INTERNAL
+        text = error.message if isinstance(error, UpdateError) else f"{error} ({type(error).__name__})"
+        ended: UpdateError = UpdateRefused(reason, text)
+        # Late writers of a receive that still runs are turned away, and the running ones waited for.
+        update.sink.end(ended)
+        if isinstance(error, WeightsTorn) or update.written:
+            ended = WeightsTorn(reason, text)
+            self._live.tear(f"update {update.update_id}: {text}")
+        self.open = None
+        self._unpin()
+        self._history.add_ended(update.update_id, ended)
+        return ended
+
+    def _unpin(self) -> None:
+        """Trainers' memory that no open update and no slot uses may be unmapped again."""
+        adopted = self._live.adopted
+        self._receivers.mappings.pinned = set() if adopted is None else {adopted.allocation_id}
+
+
+def _after(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        then()
+
+    return both
