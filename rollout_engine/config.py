@@ -16,6 +16,8 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from rollout_engine.errors import ConfigError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+CLIENT_VARIABLES = frozenset({"ROLLSYNC_ADDRESS", "ROLLSYNC_TOKEN"})
+"""Read by the commands that talk to a running engine; a server started beside them ignores the address."""
 
 
 class ServeConfig(BaseSettings):
@@ -135,7 +137,7 @@ def load_config(flags: dict[str, Any], toml: Path | None = None) -> ServeConfig:
     in_environment = {key for key in values if f"ROLLSYNC_{key.upper()}" in os.environ}
     values = {key: value for key, value in values.items() if key not in in_environment}
     values |= {key: value for key, value in flags.items() if value is not None}
-    known = {f"ROLLSYNC_{name.upper()}" for name in ServeConfig.model_fields}
+    known = {f"ROLLSYNC_{name.upper()}" for name in ServeConfig.model_fields} | CLIENT_VARIABLES
     if unknown := sorted(k for k in os.environ if k.startswith("ROLLSYNC_") and k not in known):
         raise ConfigError(f"unknown environment variable {unknown[0]}; known: {', '.join(sorted(known))}")
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from weight_updater.updater import WeightUpdater
 
 from rollout_engine import messages
 from rollout_engine.errors import EngineError, Reason
@@ -16,6 +15,7 @@ from rollout_engine.scheduler import Scheduler
 from rollout_engine.update_flow import Gate
 from rollout_engine.uploads import Uploads
 from weight_updater.checksum import fold
+from weight_updater.updater import WeightUpdater
 
 MEMORY_TAGS = ("weights", "kv_cache", "graphs")
 
@@ -171,8 +171,8 @@ class Control:
         """Copy a piece of a live tensor into an upload slot."""
         self.check_awake()
         self._check_names([command.name])
-        place = self._updater.target.arena.placements[command.name]
-        data = self._updater.target.slot(command.name).reshape(-1).view(torch.uint8)
+        place = self._runner.target.arena.placements[command.name]
+        data = self._runner.target.slot(command.name).reshape(-1).view(torch.uint8)
         piece = data[command.offset : command.offset + command.nbytes]
         self._uploads.slot(command.slot, piece.numel()).copy_(piece)
         return {
@@ -183,7 +183,7 @@ class Control:
         }
 
     def _check_names(self, names: list[str]) -> None:
-        placements = self._updater.target.arena.placements
+        placements = self._runner.target.arena.placements
         if unknown := [name for name in names if name not in placements]:
             raise EngineError(
                 Reason.UNKNOWN_NAME,

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any
 
-from weight_updater.updater import WeightUpdater
-
 from rollout_engine import messages
 from rollout_engine.channel import Channel
 from rollout_engine.control import Control
@@ -30,6 +28,7 @@ from rollout_engine.sequence import Sequence
 from rollout_engine.update_flow import Gate, UpdateFlow
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import UpdateError
+from weight_updater.updater import WeightUpdater
 
 SNAPSHOT_SECONDS = 0.05
 """Shortest time between two snapshots that no reply asks for."""
@@ -238,7 +237,7 @@ class Engine:
             messages.ReleaseIpc: lambda c: {"num_released": updater.release(c.allocation_ids)},
             messages.InitWeightsGroup: control.init_group,
             messages.DestroyWeightsGroup: control.destroy_group,
-            messages.GetLayout: lambda _: updater.target.arena.layout,
+            messages.GetLayout: lambda _: self._runner.target.arena.layout,
             messages.GetChecksums: control.checksums,
             messages.ReadWeight: control.read_weight,
         }

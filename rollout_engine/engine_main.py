@@ -13,8 +13,6 @@ import socket
 import sys
 from collections.abc import Callable
 
-from weight_updater.updater import WeightUpdater
-
 from rollout_engine.channel import Channel
 from rollout_engine.config import ServeConfig
 from rollout_engine.engine import Engine
@@ -28,6 +26,7 @@ from rollout_engine.update_flow import measure_copy_rate
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import UpdateError
 from weight_updater.requests import DEFAULT_BUCKET_BYTES
+from weight_updater.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 
 import torch
-from weight_updater.updater import WeightUpdater
 
 from rollout_engine import messages
 from rollout_engine.flows import Flow, OffLoop, Until
@@ -26,6 +25,7 @@ from rollout_engine.sequence import Sequence
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.requests import BeginReply, BeginUpdate, Inflight, StageSeconds, UpdateReply, UpdateState
+from weight_updater.updater import WeightUpdater
 
 
 @dataclasses.dataclass(slots=True)
@@ -171,7 +171,7 @@ class UpdateFlow:
         self._settled = Settled()
         opened = self._updater.open
         if opened is not None and opened.adopt:  # the trainer may write from this reply on
-            self._settled = yield from self._settle(opened.inflight)
+            self._settled = yield from self._settle(opened.request.inflight)
             self._gate.park()
         return reply
 
@@ -185,8 +185,8 @@ class UpdateFlow:
             if receive.writes_live and not self._gate.parked_by_update:
                 opened = self._updater.open
                 assert opened is not None
-                self._refuse_endless_wait(opened.inflight)
-                self._settled = yield from self._settle(opened.inflight)
+                self._refuse_endless_wait(opened.request.inflight)
+                self._settled = yield from self._settle(opened.request.inflight)
                 self._gate.park()
             self._feeding_call = call_id
             error: Exception | None = None
@@ -209,7 +209,8 @@ class UpdateFlow:
         try:
             yield OffLoop(lambda: self._updater.verify(update_id))
         except UpdateError as error:
-            self._end_failed(update_id, error)
+            if error.reason not in (Reason.INCOMPLETE, Reason.WRONG_STATE):  # then the sender may go on
+                self._end_failed(update_id, error)
             raise
         finally:
             self._num_committing -= 1
@@ -230,8 +231,8 @@ class UpdateFlow:
         self._num_committing += 1
         try:
             if not parked_before:
-                self._refuse_endless_wait(opened.inflight)
-                settled = yield from self._settle(opened.inflight)
+                self._refuse_endless_wait(opened.request.inflight)
+                settled = yield from self._settle(opened.request.inflight)
                 self._gate.park()
             reply = self._updater.commit(update_id)
         except UpdateError:
