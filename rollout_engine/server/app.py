@@ -1,0 +1,234 @@
+"""The front process: start the engine, open the port, serve, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rollout_engine.config import ServeConfig
+from rollout_engine.errors import ConfigError, EngineError
+from rollout_engine.server.auth import TokenInterceptor, server_credentials
+from rollout_engine.server.engine_client import EngineClient
+from rollout_engine.server.engine_process import ENGINE_COMMAND
+from rollout_engine.server.health import EngineHealth
+from rollout_engine.server.rollout_service import RolloutService
+from rollout_engine.server.text import TextCodec, load_tokenizer
+from rollout_engine.server.weights_service import WeightsService
+from rollout_engine.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
+from weight_updater.errors import UpdateError
+
+log = logging.getLogger(__name__)
+
+DRAIN_GRACE_S = 30.0
+"""How long running requests may take to finish after SIGTERM."""
+FLUSH_GRACE_S = 1.0
+"""How long the last responses may take to be sent once the engine is gone."""
+EXIT_GRACE_S = 5.0
+"""How long the engine may take to exit once its socket is closed."""
+
+SERVICES = (
+    rollout_pb2.DESCRIPTOR.services_by_name["Rollout"].full_name,
+    weights_pb2.DESCRIPTOR.services_by_name["Weights"].full_name,
+)
+
+
+def server_options(config: ServeConfig) -> list[tuple[str, int]]:
+    """Channel arguments of the server."""
+    return [
+        ("grpc.so_reuseport", 0),  # a second engine on a used port must fail, not share its calls
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        # Clients may ping through long silent calls (an update, a prefill).
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A client that vanished without a word is found after 20 + 10 s, and its requests are aborted.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+    ]
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_port_free(config: ServeConfig) -> None:
+    """Fail on a used port before a model is loaded, not after.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    if config.port == 0:
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise _cannot_listen(config, error.strerror or str(error)) from error
+
+
+def _cannot_listen(config: ServeConfig, why: str) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {join_address(config.host, config.port)}: {why}; choose another port, or 0"
+    )
+
+
+@dataclass
+class RunningServer:
+    """An engine that serves. `stop` must be called."""
+
+    config: ServeConfig
+    engine: EngineClient
+    server: grpc.aio.Server
+    health: EngineHealth
+    port: int
+    draining: asyncio.Event
+    _follower: asyncio.Task[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._follower = asyncio.create_task(self.health.follow())
+
+    @property
+    def address(self) -> str:
+        return join_address(self.config.host, self.port)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls, let the engine finish what runs for up to `grace_s`, end both."""
+        self._follower.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._follower
+        await self.health.servicer.enter_graceful_shutdown()
+        self.draining.set()
+        self.engine.shutdown(grace_s)
+        closing = asyncio.create_task(self.server.stop(grace_s + FLUSH_GRACE_S))
+        if grace_s > 0:
+            await self.engine.wait_exit(grace_s)
+            await asyncio.wait({closing}, timeout=FLUSH_GRACE_S)
+        await self.server.stop(None)
+        await closing
+        await self.engine.stop(EXIT_GRACE_S)
+
+
+async def start(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> RunningServer:
+    """Start the engine and serve it.
+
+    Args:
+        engine_command: the engine process; `--fd N` is appended.
+
+    Raises:
+        ConfigError: the address cannot be bound, or a TLS file not read.
+        EngineError or UpdateError: why the engine did not start.
+    """
+    credentials = server_credentials(config)
+    check_port_free(config)
+    codec = TextCodec(load_tokenizer(config.model))
+    engine = await EngineClient.start(config, engine_command)
+    try:
+        return await _open(config, engine, codec, credentials)
+    except BaseException:
+        await engine.stop(EXIT_GRACE_S)
+        raise
+
+
+async def _open(
+    config: ServeConfig, engine: EngineClient, codec: TextCodec, credentials: grpc.ServerCredentials | None
+) -> RunningServer:
+    interceptors = [] if config.token is None else [TokenInterceptor(config.token.get_secret_value())]
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(config))
+    draining = asyncio.Event()
+    health = EngineHealth(engine, SERVICES)
+    rollout = RolloutService(engine, codec, config.max_message_bytes, draining)
+    rollout_pb2_grpc.add_RolloutServicer_to_server(rollout, server)
+    weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(engine, config.max_message_bytes), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+    reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+    address = join_address(config.host, config.port)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise _cannot_listen(config, "it is in use, or cannot be bound") from error
+    await health.publish()
+    await server.start()
+    return RunningServer(config, engine, server, health, port, draining)
+
+
+def write_ready_file(path: Path, running: RunningServer) -> None:
+    """Say where the engine serves; the file appears whole."""
+    content = {
+        "address": running.address,
+        "pid": os.getpid(),
+        "instance_id": running.engine.info.instance_id,
+    }
+    path = path.absolute()
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(fd, "w") as file:
+        json.dump(content, file)
+    os.replace(temporary, path)
+
+
+def serve(
+    config: ServeConfig, ready_file: Path | None = None, *, engine_command: Sequence[str] = ENGINE_COMMAND
+) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code.
+
+    0: drained after a signal. 1: the engine could not start (one line on stderr says why), or had died.
+    """
+    return asyncio.run(_serve(config, ready_file, engine_command))
+
+
+async def _serve(config: ServeConfig, ready_file: Path | None, engine_command: Sequence[str]) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    starting = asyncio.create_task(start(config, engine_command=engine_command))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        return _fail("stopped by a signal before the engine served")
+    try:
+        running = starting.result()
+    except (ConfigError, EngineError, UpdateError) as error:
+        return _fail(str(error))
+    version = running.engine.state.weight_version
+    print(f"rollsync: serving {config.model} on {running.address} (weight version {version})", flush=True)
+    code = 0
+    try:
+        if ready_file is not None:
+            write_ready_file(ready_file, running)
+        await stopping
+    except OSError as error:
+        code = _fail(f"cannot write {ready_file}: {error.strerror}")
+    died = running.engine.death_reason is not None
+    await running.stop(DRAIN_GRACE_S)
+    return 1 if died else code
+
+
+def _fail(message: str) -> int:
+    print(f"rollsync: error: {message}", file=sys.stderr, flush=True)
+    return 1

@@ -1,0 +1,70 @@
+"""Who may call: a bearer token for every method of every service but health, and TLS."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from rollout_engine.config import ServeConfig
+from rollout_engine.errors import ConfigError, EngineError, Reason
+from rollout_engine.server.status import abort
+
+OPEN_PREFIX = "/grpc.health.v1.Health/"
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses every call without `authorization: Bearer TOKEN`, and does not say what was wrong with it."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = token.encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if handler_call_details.method.startswith(OPEN_PREFIX) or self._is_allowed(
+            handler_call_details.invocation_metadata
+        ):
+            return await continuation(handler_call_details)
+        # Streams both ways, so that it answers before it reads anything.
+        return grpc.stream_stream_rpc_method_handler(_deny)
+
+    def _is_allowed(self, metadata: Any) -> bool:
+        values = [value for key, value in metadata or () if key == "authorization"]
+        if len(values) != 1:
+            return False
+        scheme, _, token = values[0].partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(token.encode(), self._expected)
+
+
+async def _deny(_: Any, context: grpc.aio.ServicerContext) -> None:
+    await abort(
+        context,
+        EngineError(Reason.UNAUTHENTICATED, "this engine wants a token: send `authorization: Bearer TOKEN`"),
+    )
+
+
+def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
+    """TLS (or, with tls_client_ca, mTLS) credentials; None for plain text.
+
+    Raises:
+        ConfigError: a file that cannot be read.
+    """
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    contents = {}
+    for name in ("tls_key", "tls_cert", "tls_client_ca"):
+        path = getattr(config, name)
+        try:
+            contents[name] = None if path is None else path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error
+    return grpc.ssl_server_credentials(
+        [(contents["tls_key"], contents["tls_cert"])],
+        root_certificates=contents["tls_client_ca"],
+        require_client_auth=config.tls_client_ca is not None,
+    )

@@ -1,0 +1,166 @@
+"""The one place that knows gRPC status codes: domain reasons become codes here and nowhere else.
+
+Every error that leaves the front carries trailing metadata: `rollsync-reason`, a stable word, and
+`rollsync-kind`: engine (a request was refused), refused (an update was; nothing was written) or torn.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+
+from rollout_engine.errors import EngineError
+from rollout_engine.errors import Reason as EngineReason
+from rollout_engine.messages import ErrorInfo
+from rollout_engine.v1 import rollout_pb2
+from weight_updater.errors import Reason as UpdateReason
+from weight_updater.errors import UpdateError, UpdateRefused, WeightsTorn
+
+log = logging.getLogger(__name__)
+
+Code = grpc.StatusCode
+DomainError = EngineError | UpdateError
+Servicer = TypeVar("Servicer", bound=type)
+
+REASON_KEY = "rollsync-reason"
+KIND_KEY = "rollsync-kind"
+MAX_DETAILS = 1500
+"""Characters of an error's text: trailing metadata is limited to 8 KiB by a default client."""
+
+ENGINE_CODES: dict[EngineReason, grpc.StatusCode] = {
+    EngineReason.INVALID_REQUEST: Code.INVALID_ARGUMENT,
+    EngineReason.EMPTY_PROMPT: Code.INVALID_ARGUMENT,
+    EngineReason.PROMPT_TOO_LONG: Code.INVALID_ARGUMENT,
+    EngineReason.TOKEN_OUT_OF_RANGE: Code.INVALID_ARGUMENT,
+    EngineReason.EXCEEDS_KV_POOL: Code.RESOURCE_EXHAUSTED,
+    EngineReason.DUPLICATE_REQUEST: Code.ALREADY_EXISTS,
+    EngineReason.VERSION_TOO_OLD: Code.FAILED_PRECONDITION,
+    EngineReason.NOT_SERVING: Code.UNAVAILABLE,
+    EngineReason.ASLEEP: Code.FAILED_PRECONDITION,
+    EngineReason.BUSY: Code.FAILED_PRECONDITION,
+    EngineReason.QUEUE_FULL: Code.RESOURCE_EXHAUSTED,
+    EngineReason.NO_TOKENIZER: Code.FAILED_PRECONDITION,
+    EngineReason.UNKNOWN_NAME: Code.NOT_FOUND,
+    EngineReason.MODEL_INVALID: Code.FAILED_PRECONDITION,
+    EngineReason.UNAUTHENTICATED: Code.UNAUTHENTICATED,
+    EngineReason.ENGINE_DEAD: Code.UNAVAILABLE,
+    EngineReason.DEADLINE: Code.DEADLINE_EXCEEDED,
+    EngineReason.INTERNAL: Code.INTERNAL,
+}
+
+UPDATE_CODES: dict[UpdateReason, grpc.StatusCode] = {
+    UpdateReason.INVALID_UPDATE: Code.INVALID_ARGUMENT,
+    UpdateReason.MANIFEST_MISMATCH: Code.INVALID_ARGUMENT,
+    UpdateReason.MANIFEST_UNKNOWN: Code.NOT_FOUND,
+    UpdateReason.STALE_VERSION: Code.FAILED_PRECONDITION,
+    UpdateReason.UPDATE_IN_PROGRESS: Code.ABORTED,
+    UpdateReason.UNKNOWN_UPDATE: Code.NOT_FOUND,
+    UpdateReason.WRONG_STATE: Code.FAILED_PRECONDITION,
+    UpdateReason.INCOMPLETE: Code.FAILED_PRECONDITION,
+    UpdateReason.BAD_CHUNK: Code.INVALID_ARGUMENT,
+    UpdateReason.CHECKSUM_MISMATCH: Code.DATA_LOSS,
+    UpdateReason.NONFINITE: Code.INVALID_ARGUMENT,
+    UpdateReason.FILE_NOT_FOUND: Code.NOT_FOUND,
+    UpdateReason.FILE_CORRUPT: Code.DATA_LOSS,
+    UpdateReason.PATH_FORBIDDEN: Code.PERMISSION_DENIED,
+    UpdateReason.MEMORY_UNAVAILABLE: Code.FAILED_PRECONDITION,
+    UpdateReason.PEER_LOST: Code.UNAVAILABLE,
+    UpdateReason.TIMEOUT: Code.DEADLINE_EXCEEDED,
+    UpdateReason.GROUP_UNKNOWN: Code.NOT_FOUND,
+    UpdateReason.GROUP_EXISTS: Code.ALREADY_EXISTS,
+    UpdateReason.NO_STAGING: Code.RESOURCE_EXHAUSTED,
+    UpdateReason.NO_PREVIOUS: Code.FAILED_PRECONDITION,
+    UpdateReason.NO_MEMORY: Code.RESOURCE_EXHAUSTED,
+    UpdateReason.WOULD_MOVE: Code.FAILED_PRECONDITION,
+    UpdateReason.PAUSED_WAIT: Code.FAILED_PRECONDITION,
+    UpdateReason.ASLEEP: Code.FAILED_PRECONDITION,
+    UpdateReason.WRITE_FAILED: Code.DATA_LOSS,
+    UpdateReason.INTERNAL: Code.INTERNAL,
+}
+
+
+def code_of(error: DomainError) -> grpc.StatusCode:
+    """The status code of a domain error."""
+    if isinstance(error, EngineError):
+        return ENGINE_CODES[error.reason]
+    return UPDATE_CODES[error.reason]
+
+
+def kind_of(error: DomainError) -> str:
+    """engine, refused or torn."""
+    if isinstance(error, EngineError):
+        return "engine"
+    return "torn" if isinstance(error, WeightsTorn) else "refused"
+
+
+def error_from(info: ErrorInfo) -> DomainError:
+    """The exception that an ErrorInfo of the engine process stands for."""
+    if info.kind == "engine":
+        return EngineError(EngineReason(info.reason), info.message)
+    kind = WeightsTorn if info.kind == "torn" else UpdateRefused
+    return kind(UpdateReason(info.reason), info.message)
+
+
+def item_error(error: DomainError) -> rollout_pb2.RequestError:
+    """What one item of a batch was refused with."""
+    return rollout_pb2.RequestError(
+        status=code_of(error).value[0], reason=error.reason.value, message=shorten(error.message)
+    )
+
+
+def shorten(text: str) -> str:
+    """Cut a text to what trailing metadata can carry."""
+    return text if len(text) <= MAX_DETAILS else text[: MAX_DETAILS - 3] + "..."
+
+
+async def abort(context: grpc.aio.ServicerContext, error: DomainError) -> NoReturn:
+    """End an RPC with the status of a domain error."""
+    metadata = ((REASON_KEY, error.reason.value), (KIND_KEY, kind_of(error)))
+    await context.abort(code_of(error), shorten(error.message), trailing_metadata=metadata)
+    raise AssertionError("abort does not return")
+
+
+def guarded(service: ServiceDescriptor) -> Callable[[Servicer], Servicer]:
+    """Class decorator: every RPC of `service` ends in a status of the tables above.
+
+    An exception that is no domain error is a bug of ours: the log gets the traceback, the caller a
+    short text without any of it, since an exception's text may carry paths or secrets.
+
+    Raises:
+        TypeError: at import, if the class lacks an RPC of the service.
+    """
+
+    def decorate(servicer: Servicer) -> Servicer:
+        for method in service.methods:
+            if method.name not in vars(servicer):
+                raise TypeError(f"{servicer.__name__} lacks {service.name}.{method.name}")
+            setattr(servicer, method.name, _guard(vars(servicer)[method.name]))
+        return servicer
+
+    return decorate
+
+
+def _guard(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(handler)
+    async def answer(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await handler(self, request, context)
+        except (EngineError, UpdateError) as error:
+            await abort(context, error)
+        except grpc.aio.BaseError:  # an abort that the handler made itself
+            raise
+        except Exception:
+            log.exception("%s failed", handler.__name__)
+            await abort(
+                context,
+                EngineError(
+                    EngineReason.INTERNAL, f"{handler.__name__}: internal error; the engine's log has it"
+                ),
+            )
+
+    return answer

@@ -1,0 +1,80 @@
+"""The tensor path's stream: a client's chunks through the upload ring to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+from rollout_engine import messages as m
+from rollout_engine.server.convert import invalid
+from rollout_engine.server.engine_client import EngineClient
+from rollout_engine.v1 import weights_pb2 as pb
+from weight_updater.requests import BeginUpdate, FromTensor
+
+CHUNK_ALIGNMENT = 8
+"""Bytes; chunks start at multiples of it (checksums are summed over 64-bit words)."""
+
+
+def pieces(data: bytes, limit: int) -> Iterator[tuple[int, memoryview]]:
+    """Cut data into (offset, piece) of at most `limit` bytes; every offset is a multiple of 8."""
+    step = limit - limit % CHUNK_ALIGNMENT
+    view = memoryview(data)
+    for start in range(0, len(view), step):
+        yield start, view[start : start + step]
+
+
+class Upload:
+    """One stream. The engine's Update call is open while chunks are fed; either may end first.
+
+    Back-pressure: a chunk waits for a free slot of the ring, and the client's stream with it.
+    """
+
+    def __init__(self, engine: EngineClient, request: FromTensor, begin: BeginUpdate | None) -> None:
+        self._engine = engine
+        self._call_id, self._reply = engine.begin_call(m.Update, tensor=request, begin=begin)
+        self._ended = False
+
+    async def run(self, messages: AsyncIterator[pb.UpdateWeightsFromTensorRequest]) -> m.Reply:
+        """Feed the engine until the stream or the call ends; returns the call's Reply.
+
+        An error of the engine ends the stream early. When the client goes away, the engine is told that
+        the stream broke and nothing else; its lease cleans up.
+        """
+        feeding = asyncio.create_task(self._feed(messages))
+        try:
+            await asyncio.wait((feeding, self._reply), return_when=asyncio.FIRST_COMPLETED)
+            if feeding.done() and not self._reply.done():
+                feeding.result()  # a bad message ends the call here
+                await asyncio.wait({self._reply})
+            return self._reply.result()
+        finally:
+            feeding.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):  # its error was raised above
+                await feeding
+            if self._reply.done():
+                # A chunk may have been sent in the same turn of the loop in which the reply came.
+                self._engine.ring.release_all(self._call_id)
+            else:
+                self._end(complete=False)
+
+    async def _feed(self, messages: AsyncIterator[pb.UpdateWeightsFromTensorRequest]) -> None:
+        ring = self._engine.ring
+        number = 0
+        async for message in messages:
+            number += 1
+            if message.WhichOneof("message") != "chunk":
+                invalid(f"message {number} of the stream", "is no chunk; the header comes first and once")
+            chunk = message.chunk
+            for start, piece in pieces(chunk.data, ring.slot_bytes):
+                slot = await ring.acquire(self._call_id)
+                ring.write(slot, piece)
+                self._engine.send(
+                    m.Chunk(self._call_id, chunk.tensor, chunk.offset + start, slot, len(piece))
+                )
+        self._end(complete=True)
+
+    def _end(self, *, complete: bool) -> None:
+        if not self._ended:
+            self._ended = True
+            self._engine.send(m.EndOfChunks(self._call_id, complete))
