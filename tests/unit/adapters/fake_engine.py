@@ -37,6 +37,7 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
         self.open: dict[str, Any] | None = None
         self.committed: dict[str, wpb.UpdateWeightsResponse] = {}
         self.delay_s = 0.0
+        self.status = rpb.SERVING_STATUS_SERVING
         self.num_tensors_said: int | None = None
         self.generated: list[rpb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
@@ -107,8 +108,12 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
 
     def GetEngineInfo(self, request: Any, context: Any) -> rpb.GetEngineInfoResponse:
         self._enter("GetEngineInfo", context)
+        torn = self.status == rpb.SERVING_STATUS_NOT_SERVING
         state = rpb.EngineState(
-            status=rpb.SERVING_STATUS_SERVING, weight_version=self.version, num_total_pages=8
+            status=self.status,
+            not_serving_reason="torn" if torn else "",
+            weight_version=self.version,
+            num_total_pages=8,
         )
         return rpb.GetEngineInfoResponse(
             architecture="LlamaForCausalLM",

@@ -1,0 +1,211 @@
+"""The command against a hand-written engine: what goes to stdout and stderr, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from rollout_engine.cli import demo, serve
+from rollout_engine.cli.main import app
+from rollout_engine.cli.output import print_json
+from rollout_engine.config import ServeConfig
+from rollout_engine.v1 import rollout_pb2 as rpb
+from tests.unit.adapters.fake_engine import FakeEngine, serving
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def address(engine: FakeEngine) -> Iterator[str]:
+    with serving(engine) as where:
+        yield where
+
+
+def run(*arguments: str, env: dict[str, str] | None = None):
+    return CliRunner().invoke(app, list(arguments), env=env or {})
+
+
+def one_object(stdout: str) -> dict:
+    """stdout as JSON, and nothing else; NaN and Infinity are no JSON."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(stdout, parse_constant=refuse)
+
+
+def test_serve_has_a_flag_for_every_field_of_the_configuration() -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    names = {parameter.name for parameter in command.params}
+    assert names == set(ServeConfig.model_fields) | {"config", "ready_file", "as_json"}
+
+
+def test_help_is_fast_and_loads_neither_torch_nor_grpc() -> None:
+    code = (
+        "import sys; from rollout_engine.cli.main import app; "
+        "sys.exit(bool({'torch', 'grpc', 'pydantic', 'msgspec'} & set(sys.modules)))"
+    )
+    started = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert time.monotonic() - started < 10
+
+
+def test_serve_passes_flags_over_environment_over_toml(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[ServeConfig] = []
+    monkeypatch.setattr("rollout_engine.server.app.serve", lambda config, ready: seen.append(config) or 0)
+    toml = tmp_path / "engine.toml"
+    toml.write_text('model = "/from/toml"\nport = 1\npage_size = 4\nprefix_cache = false\n')
+    env = {"ROLLSYNC_PORT": "2", "ROLLSYNC_SEED": "3", "ROLLSYNC_ADDRESS": "x:1"}
+    result = run("serve", "--config", str(toml), "--seed", "5", "--weights-root", "/a", env=env)
+    assert result.exit_code == 0, result.output
+    config = seen[0]
+    assert (config.port, config.seed, config.page_size, config.prefix_cache) == (2, 5, 4, False)
+    assert (config.model, config.weights_roots) == (Path("/from/toml"), (Path("/a"),))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["serve"], "model"),
+        (["serve", "--model", "/m", "--host", "0.0.0.0"], "token"),
+        (["serve", "--model", "/m", "--page-size", "0"], "page_size"),
+        (["generate"], "PROMPT"),
+        (["generate", "a", "--ids", "1"], "PROMPT"),
+        (["generate", "--ids", "one"], "--ids"),
+        (["reload", "/x", "--staging", "attic"], "attic"),
+        (["status", "--watch", "--json"], "--watch"),
+        (["fly"], "fly"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_says_what(arguments: list[str], word: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert word in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", [["status"], ["generate", "hi"], ["reload", "/w"], ["reload"]])
+def test_no_engine_is_exit_code_3(command: list[str]) -> None:
+    result = run(*command, "--json", "--address", "127.0.0.1:1")
+    assert result.exit_code == 3
+    assert one_object(result.stdout)["error"]["reason"] == "UNREACHABLE"
+    assert "rollsync serve" in result.stderr
+
+
+def test_serve_json_prints_the_ready_object_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fake_serve(config: ServeConfig, ready_file: Path) -> int:
+        print("rollsync: serving")  # belongs to stderr here
+        ready_file.write_text('{"address": "127.0.0.1:7", "pid": 1}')
+        time.sleep(0.3)
+        return 0
+
+    monkeypatch.setattr("rollout_engine.server.app.serve", fake_serve)
+    monkeypatch.setattr(sys, "__stdout__", sys.stdout)
+    with pytest.raises(typer.Exit) as stopped:
+        serve._serve({"model": "/m", "weights_roots": []}, None, None, True)
+    assert stopped.value.exit_code == 0
+    captured = capfd.readouterr()
+    assert one_object(captured.out) == {"address": "127.0.0.1:7", "pid": 1}
+    assert "serving" in captured.err
+
+
+def test_generate_streams_text_and_ids(engine: FakeEngine, address: str) -> None:
+    result = run("generate", "hello", "--max-tokens", "4", "--seed", "7", env={"ROLLSYNC_ADDRESS": address})
+    assert (result.exit_code, result.stdout) == (0, "<0><2>\n")
+    assert "4 tokens, length, weight version 7, 9" in result.stderr
+    assert engine.generated[0].text == "hello"
+    assert engine.generated[0].return_text
+    assert engine.generated[0].sampling.seed == 7
+    result = run("generate", "--ids", "5,6", "--address", address)
+    assert result.stdout.split() == ["0", "1", "2", "3"]
+    assert list(engine.generated[1].token_ids.ids) == [5, 6]
+
+
+def test_generate_json_is_one_object(address: str) -> None:
+    result = run("generate", "hello", "-n", "2", "--json", "--address", address)
+    completions = one_object(result.stdout)["completions"]
+    assert [c["token_ids"] for c in completions] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+
+
+def test_a_refusal_is_exit_code_1_with_its_reason(address: str) -> None:
+    result = run("generate", "", "--json", "--address", address)
+    assert result.exit_code == 1
+    error = one_object(result.stdout)["error"]
+    assert (error["code"], error["reason"]) == ("INVALID_ARGUMENT", "EMPTY_PROMPT")
+    assert "EMPTY_PROMPT: the prompt has no token" in result.stderr
+
+
+def test_reload_begins_updates_and_commits_in_one_call(engine: FakeEngine, address: str) -> None:
+    result = run("reload", "/weights/7", "--version", "7", "--json", "--address", address)
+    assert result.exit_code == 0, result.output
+    reply = one_object(result.stdout)
+    assert (reply["version"], reply["state"], reply["directory"]) == (7, "committed", "/weights/7")
+    assert reply["live_checksum"] == f"{0:016x}"
+    assert engine.events == ["UpdateWeightsFromDisk /weights/7"]
+    result = run("reload", "/weights/8", "--address", address)
+    assert "weight version 0 -> 8 from /weights/8" in result.stdout
+
+
+@pytest.mark.case("B043")
+def test_reload_without_a_directory_takes_the_last_good_one(engine: FakeEngine, address: str) -> None:
+    engine.once["UpdateWeightsFromDisk /bad"] = (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "FILE_CORRUPT",
+        "model.safetensors is cut off",
+    )
+    assert run("reload", "/bad", "--json", "--address", address).exit_code == 1
+    assert run("reload", "--json", "--address", address).exit_code == 0
+    assert engine.events[-1] == "UpdateWeightsFromDisk /models/last-good"
+
+
+def test_status_shows_and_json_is_one_object(engine: FakeEngine, address: str) -> None:
+    result = run("status", "--address", address)
+    assert result.exit_code == 0
+    assert "LlamaForCausalLM" in result.stdout
+    assert one_object(run("status", "--json", "--address", address).stdout)["state"]["status"] == "serving"
+    assert "serving" in run("status", "--watch", "--address", address).stdout
+
+
+def test_status_of_an_engine_that_does_not_serve_is_exit_code_1(engine: FakeEngine, address: str) -> None:
+    engine.status = rpb.SERVING_STATUS_NOT_SERVING
+    result = run("status", "--address", address)
+    assert result.exit_code == 1
+    assert "torn" in result.stdout
+
+
+def test_demo_passes_on_the_last_line_or_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "grpo.py"
+    monkeypatch.setattr(demo, "EXAMPLE", script)
+    result = run("demo", "--json")
+    assert result.exit_code == 1
+    assert "clone the repository" in one_object(result.stdout)["error"]["message"]
+    script.write_text(
+        'import sys\nprint("step 1")\nprint(\'{"argv": "\' + " ".join(sys.argv[1:]) + \'"}\')\n'
+    )
+    result = CliRunner().invoke(app, ["demo", "--json", "--steps", "2"])
+    assert result.exit_code == 0
+    script.write_text("raise SystemExit(4)")
+    assert run("demo", "--json").exit_code == 1
+
+
+def test_json_has_null_for_what_is_not_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [float("nan"), float("inf"), 1.5], "b": (True, None)})
+    assert one_object(capsys.readouterr().out) == {"a": [None, None, 1.5], "b": [True, None]}
