@@ -1,0 +1,31 @@
+"""Models that several suites share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_tiny
+
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "models"
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_dir(tmp_path_factory) -> Path:
+    """A tiny untied Llama, float32. Read only: tests that write make their own copy."""
+    return make_tiny(tmp_path_factory.mktemp("tiny-llama"), "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_tied_dir(tmp_path_factory) -> Path:
+    """A tiny Qwen2 with a tied head, float32. Read only."""
+    return make_tiny(tmp_path_factory.mktemp("tiny-qwen2"), "qwen2", tied=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct in bfloat16, converted once and cached in the repository. Read only."""
+    from rollout_engine.models.packaged import packaged_smollm2
+
+    return packaged_smollm2(CACHE)
