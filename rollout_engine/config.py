@@ -57,8 +57,9 @@ class ServeConfig(BaseSettings):
     page_size: int = Field(16, ge=1, le=1024)
     num_pages: int = Field(0, ge=0)
     """Pages of the KV pool; 0 sizes it from memory."""
-    mem_fraction_static: float = Field(0.85, gt=0, lt=1)
-    """Share of the memory before the model loads that weights, KV and reserves may take together."""
+    mem_fraction_static: float = Field(0.0, ge=0, lt=1)
+    """Share of the memory before the model loads that weights, KV and reserves may take together; 0 takes
+    0.85 on a GPU, and 0.3 on a CPU, whose memory the trainer needs too."""
     context_length: int = Field(0, ge=0)
     """0 takes the model's."""
     max_running_requests: int = Field(64, ge=1, le=4096)

@@ -69,7 +69,8 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
     runner.initialize()
     arena_bytes = runner.target.arena.nbytes
     reserved = arena_bytes if config.reserve_device_staging else 2 * DEFAULT_BUCKET_BYTES
-    capacity = KvCapacity(pre_model_load_bytes, config.mem_fraction_static, reserved)
+    fraction = config.mem_fraction_static or (0.85 if runner.target.device.type == "cuda" else 0.3)
+    capacity = KvCapacity(pre_model_load_bytes, fraction, reserved)
     bytes_per_page = runner.model_config.bytes_per_token * config.page_size
     available_bytes = runner.available_memory()
     num_pages = config.num_pages or _default_pages(config, runner, capacity, available_bytes, bytes_per_page)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rollout_engine.models.config import ModelConfig
+from rollout_engine.runner.memory import discard_contents, lazy_zeros
 
 
 class KVPool:
@@ -21,7 +22,7 @@ class KVPool:
         self.padding_page = num_pages
         self.padding_slot = num_pages * page_size
         shape = (2, config.num_layers, (num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
-        self._data = torch.zeros(shape, dtype=config.dtype, device=device)
+        self._data = lazy_zeros(shape, config.dtype, device)
         self.nbytes = self._data.nbytes
         self.k = list(self._data[0])  # [layer]: [token slots, kv heads, head dim]
         self.v = list(self._data[1])
@@ -34,7 +35,12 @@ class KVPool:
         self.v[layer_id].index_copy_(0, slots, v)
 
     def release(self) -> int:
-        """Give the memory back; bytes freed. The tensors stay, without storage; do not touch them."""
+        """Give the memory back; bytes freed. No forward pass may run until `resume`.
+
+        On a CPU the tensors keep their addresses; on a GPU they lose their storage meanwhile.
+        """
+        if self._data.device.type == "cpu":
+            return discard_contents(self._data)
         storage = self._data.untyped_storage()
         freed = storage.nbytes()
         storage.resize_(0)
@@ -42,9 +48,7 @@ class KVPool:
 
     def resume(self) -> int:
         """Take the memory again, zeroed; bytes taken. The tensors are the same objects as before."""
-        storage = self._data.untyped_storage()
-        if storage.nbytes():
-            return 0
-        storage.resize_(self.nbytes)
-        self._data.zero_()
+        if self._data.device.type != "cpu":
+            self._data.untyped_storage().resize_(self.nbytes)
+            self._data.zero_()
         return self.nbytes

@@ -22,7 +22,7 @@ from rollout_engine.models.registry import MODELS
 from rollout_engine.models.weights import build_model, fill_random
 from rollout_engine.runner.eager import EagerRunner, SplitPrefill
 from rollout_engine.runner.kv_pool import KVPool
-from rollout_engine.runner.memory import available_memory
+from rollout_engine.runner.memory import available_memory, discard_contents
 from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
 
@@ -163,6 +163,15 @@ class ModelRunner:
     def available_memory(self) -> int:
         """Bytes free on the device now (of the host for a CPU)."""
         return available_memory(self.device)
+
+    def release_weights(self) -> int:
+        """Give the weights' memory back, their addresses kept; bytes freed. Their contents are gone."""
+        return discard_contents(self.target.buffer)
+
+    def resume_weights(self) -> int:
+        """Make the weights writable again; bytes that the next full update will take."""
+        self.target.finalise()
+        return self.target.buffer.numel()
 
     def release_kv(self) -> int:
         """Give the KV pool's memory back; bytes freed. No forward pass may run until resume_kv."""

@@ -1,0 +1,74 @@
+"""Real engines for tests: `rollsync serve` as its own process, on a port of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainers_adapters.clients import RolloutClient, WeightsClient
+
+START_SECONDS = 90.0
+
+
+@dataclass
+class RunningEngine:
+    """A served engine and clients for it."""
+
+    address: str
+    pid: int
+    process: subprocess.Popen
+    rollout: RolloutClient
+    weights: WeightsClient
+    log: Path
+
+    def greedy(self, prompt: list[int], max_tokens: int = 8, **sampling):
+        """One greedy completion."""
+        (completion,) = self.rollout.generate(prompt, max_tokens=max_tokens, temperature=0.0, **sampling)
+        return completion
+
+
+@contextlib.contextmanager
+def serve(model: Path, *flags: str, token: str | None = None) -> Iterator[RunningEngine]:
+    """Start `rollsync serve` on `model`, wait until it is ready, and stop it afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        ready, log = Path(folder) / "ready.json", Path(folder) / "log"
+        command = [sys.executable, "-m", "rollout_engine.cli", "serve", "--model", str(model), "--port", "0"]
+        command += ["--ready-file", str(ready), "--dtype", "float32", "--num-threads", "1", *flags]
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"ROLLSYNC_TOKEN": token} if token else {})
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        try:
+            address = _wait_ready(process, ready, log)
+            with (
+                RolloutClient(address, token=token) as rollout,
+                WeightsClient(address, token=token) as weights,
+            ):
+                yield RunningEngine(address, process.pid, process, rollout, weights, log)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise AssertionError(f"the engine did not stop on SIGTERM:\n{log.read_text()}") from None
+
+
+def _wait_ready(process: subprocess.Popen, ready: Path, log: Path) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if ready.exists():
+            return json.loads(ready.read_text())["address"]
+        if process.poll() is not None:
+            raise AssertionError(f"the engine exited with {process.returncode}:\n{log.read_text()}")
+        time.sleep(0.05)
+    raise AssertionError(f"the engine was not ready after {START_SECONDS} s:\n{log.read_text()}")
