@@ -133,6 +133,7 @@ class EngineInfo:
     weights_path: str
     weight_version: int
     max_running_requests: int
+    weights_address: int
     kv_capacity: dict[str, int]
     forward_counts: dict[str, int]
     state: EngineState

@@ -94,7 +94,7 @@ def _named_once(module: nn.Module) -> dict[str, nn.Parameter]:
             raise ValueError(
                 f"{own} belongs to an adapter; merge the adapters into a copy of the module and push that"
             )
-        key = _storage_key(parameter)
+        key = storage_key(parameter)
         if key not in kept or (own in embeddings and kept[key][0] not in embeddings):
             kept[key] = (own, clean_name(own), parameter)
     named: dict[str, nn.Parameter] = {}
@@ -105,8 +105,8 @@ def _named_once(module: nn.Module) -> dict[str, nn.Parameter]:
     return named
 
 
-def _storage_key(parameter: nn.Parameter) -> object:
-    """Equal for parameters that are one tensor: the same object, or views of exactly the same memory."""
+def storage_key(parameter: torch.Tensor) -> object:
+    """Equal for tensors that are one: the same object, or views of exactly the same memory."""
     if parameter.numel() == 0 or parameter.device.type == "meta":
         return id(parameter)
     return (parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())

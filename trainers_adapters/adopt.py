@@ -1,0 +1,156 @@
+"""Adoption (ipc): trainer and engine share one arena, so a new version costs no copy and no second memory.
+
+    with AdoptedArena(weights, module) as arena:       # the parameters become views of shared memory
+        with arena.update():                           # generation pauses
+            optimizer.step()
+        print(arena.report.version)                    # committed
+
+The trainer may write to the parameters only inside `update`. The engine watches the trainer: when it dies,
+the engine stops serving. To end the sharing and serve on, push once by any path without adopting, then
+leave the `with` block.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import nn
+
+from trainers_adapters.clients import WeightsClient
+from trainers_adapters.errors import RollsyncError
+from trainers_adapters.sources import ModuleSource, storage_key
+from weight_updater.arena import TORCH_DTYPES
+from weight_updater.requests import (
+    BeginUpdate,
+    Inflight,
+    Manifest,
+    Path,
+    Placement,
+    ShmSegment,
+    TensorSpec,
+    UpdateReply,
+)
+from weight_updater.shm import SharedSegment
+
+
+class AdoptedArena:
+    """A module's parameters as views of one shared arena in the engine's layout. One engine, one host.
+
+    Parameter objects stay the same, so optimizers and ties hold; their values are copied in once. When
+    the block ends, the parameters get memory of their own again.
+
+    Args:
+        client: of the engine that will adopt.
+        module: has every tensor of the engine's layout, in the engine's dtype, on the CPU.
+
+    Raises:
+        ValueError: the module does not fit the engine's layout; names the first tensor that does not.
+    """
+
+    def __init__(self, client: WeightsClient, module: nn.Module) -> None:
+        self._client = client
+        self._module = module
+        layout = client.layout()
+        self._placements = [place for place in layout.placements if not place.alias_of]
+        _check_fits(dict(ModuleSource(module)), self._placements)
+        self._segment = SharedSegment.create(layout.arena_bytes, owner_lock=True)
+        self._move_in()
+        self.report: UpdateReply | None = None
+
+    @property
+    def descriptor(self) -> ShmSegment:
+        return self._segment.descriptor
+
+    @contextmanager
+    def update(
+        self, version: int = 0, *, inflight: str = "wait", lease_s: float = 0.0, timeout_s: float = 600.0
+    ) -> Iterator[None]:
+        """Let the block write to the parameters, then commit what it wrote as one version.
+
+        From the second update on, the engine generates nothing while the block runs. If the block
+        raises, the update is aborted; what it had written is then live memory already, so the engine
+        refuses to generate until a full update commits.
+
+        Raises:
+            RollsyncError: begin or commit was refused, or the lease ran out in between.
+        """
+        manifest = Manifest(tuple(TensorSpec(p.name, p.dtype, p.shape) for p in self._placements))
+        begun = self._client.begin(
+            BeginUpdate(
+                path=Path.IPC,
+                update_id=f"adopt-{secrets.token_hex(8)}",
+                version=version,
+                manifest=manifest,
+                inflight=Inflight(inflight),
+                adopt=True,
+                lease_s=lease_s,
+            ),
+            timeout_s=timeout_s,
+        )
+        try:
+            yield
+            self._client.update_from_ipc(begun.update_id, [self.descriptor], timeout_s=timeout_s)
+            reply = self._client.commit(begun.update_id, timeout_s=timeout_s)
+        except BaseException:
+            with suppress(RollsyncError):  # the engine's lease ends it otherwise
+                self._client.abort(begun.update_id)
+            raise
+        if reply.num_tensors == 0:
+            raise RollsyncError("INTERNAL", "NOT_APPLIED", f"{self._client.address} adopted no tensor")
+        self.report = reply
+
+    def _move_in(self) -> None:
+        """Copy every parameter into its place and point it there; tied parameters get the same place."""
+        buffer = torch.frombuffer(self._segment.buf, dtype=torch.uint8)
+        views = {place.name: _view(buffer, place) for place in self._placements}
+        place_of: dict[object, torch.Tensor] = {}
+        for name, tensor in ModuleSource(self._module):
+            views[name].copy_(tensor)
+            place_of[storage_key(tensor)] = views[name]
+        self._rebind(place_of)
+
+    def _rebind(self, place_of: dict[object, torch.Tensor]) -> None:
+        named = list(self._module.named_parameters(remove_duplicate=False))
+        keys = {id(parameter): storage_key(parameter) for _, parameter in named}  # before any of them moves
+        for _, parameter in named:
+            parameter.data = place_of[keys[id(parameter)]]
+
+    def close(self) -> None:
+        """Give the parameters memory of their own, and the arena back."""
+        private = {storage_key(tensor): tensor.clone() for _, tensor in ModuleSource(self._module)}
+        self._rebind(private)
+        with suppress(RollsyncError):  # an engine that still lives on the arena stops serving, and says so
+            self._client.release(self.descriptor.allocation_id)
+        self._segment.close()
+        self._segment.unlink()
+
+    def __enter__(self) -> AdoptedArena:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _view(buffer: torch.Tensor, place: Placement) -> torch.Tensor:
+    dtype = TORCH_DTYPES[place.dtype]
+    nbytes = TensorSpec(place.name, place.dtype, place.shape).nbytes
+    return buffer[place.offset : place.offset + nbytes].view(dtype).view(place.shape)
+
+
+def _check_fits(tensors: dict[str, torch.Tensor], placements: list[Placement]) -> None:
+    wanted = {place.name for place in placements}
+    if wanted != tensors.keys():
+        odd = sorted(wanted ^ tensors.keys())[0]
+        side = "the module lacks it" if odd in wanted else "the engine has no such slot"
+        raise ValueError(f"the module does not fit the engine's layout: {odd}: {side}")
+    for place in placements:
+        tensor = tensors[place.name]
+        dtype = TORCH_DTYPES[place.dtype]
+        if (tuple(tensor.shape), tensor.dtype, tensor.device.type) != (place.shape, dtype, "cpu"):
+            raise ValueError(
+                f"{place.name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; adoption shares "
+                f"memory and needs {dtype} {place.shape} on the CPU (serve with --dtype to match)"
+            )
