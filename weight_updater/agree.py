@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import Plan
-from weight_updater.requests import DEFAULT_BUCKET_BYTES, BeginUpdate, Inflight, Path, Recapture, Staging
+from weight_updater.requests import BeginUpdate, Inflight, Path, Recapture, Staging
 
 MAX_VERSION = (1 << 64) - 1
 
@@ -18,7 +18,6 @@ def check_fields(request: BeginUpdate, *, paused: bool) -> None:
     invalid = [
         (request.num_engines < 1, f"num_engines is {request.num_engines}; it counts from 1"),
         (request.lease_s < 0, f"lease_s is {request.lease_s}; a lease cannot be negative"),
-        (request.bucket_bytes < 0, f"bucket_bytes is {request.bucket_bytes}; a size cannot be negative"),
         (
             not 0 <= request.version <= MAX_VERSION,
             f"version is {request.version}; weight versions are 64-bit and not negative",
@@ -105,10 +104,3 @@ def check_move(request: BeginUpdate, num_storages: int, *, leaves_adopted: bool)
             Reason.INVALID_UPDATE,
             "the live weights are an adopted arena, which is the trainer's; keep_previous cannot keep it",
         )
-
-
-def bucket_bytes(request: BeginUpdate) -> int:
-    """The size of a bucket on the distributed path; 0 on the others."""
-    if request.path is not Path.DISTRIBUTED:
-        return 0
-    return request.bucket_bytes or DEFAULT_BUCKET_BYTES

@@ -49,7 +49,6 @@ class OpenUpdate:
     deadline: float  # of the lease, time.monotonic()
     home: torch.Tensor | None
     in_adopted: bool
-    allocated_before: int  # bytes that `buffers` had taken since start, at begin
     state: UpdateState = UpdateState.BEGUN
     receiving: bool = False
     finished: list[Request] = field(default_factory=list)  # requests that were received whole
@@ -88,9 +87,11 @@ class OpenUpdate:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that this update took beyond what there was at begin."""
+        """Memory that this update needs beyond what was reserved at start (host staging never is)."""
+        host = self.buffers.get(Staging.HOST).numel() if self.staging is Staging.HOST else 0
         home = 0 if self.home is None else self.home.numel()
-        return home + self.sink.extra_bytes + self.buffers.extra_bytes - self.allocated_before
+        scratch = self.buffers.scratch().numel() if self.request.keep_previous else 0
+        return host + home + scratch + self.sink.extra_bytes
 
     @property
     def writes_live(self) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from weight_updater import agree
 from weight_updater.arena import WeightTarget
+from weight_updater.buckets import plan_buckets
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
 from weight_updater.live import LiveWeights
@@ -68,7 +69,6 @@ class Opener:
             num_storages = len(self._target.arena.storages)
             agree.check_move(request, num_storages, leaves_adopted=leaves_adopted)
             self._graphs.check_recapture()
-        allocated_before = self._buffers.extra_bytes
         home = self._new_home() if leaves_adopted else None
         lease_s = request.lease_s or self._lease_s
         return OpenUpdate(
@@ -83,7 +83,6 @@ class Opener:
             deadline=time.monotonic() + lease_s,
             home=home,
             in_adopted=in_adopted,
-            allocated_before=allocated_before,
         )
 
     def _new_home(self) -> torch.Tensor:
@@ -111,6 +110,8 @@ class Opener:
     def _reply(
         self, request: BeginUpdate, plan: Plan, staging: Staging, version: int, lease_s: float
     ) -> BeginReply:
+        distributed = request.path is Path.DISTRIBUTED
+        buckets = plan_buckets(plan.manifest, request.bucket_bytes)  # refuses impossible sizes on any path
         return BeginReply(
             update_id=request.update_id or secrets.token_hex(8),
             version=self._live.version,
@@ -119,8 +120,8 @@ class Opener:
             manifest_digest=self._manifests.remember(plan.manifest),
             staging=staging,
             total_bytes=plan.manifest.nbytes,
-            num_buckets=0,
-            bucket_bytes=agree.bucket_bytes(request),
+            num_buckets=len(buckets) if distributed else 0,
+            bucket_bytes=buckets.bucket_bytes if distributed else 0,
             unmatched=plan.unmatched,
             arena_bytes=self._target.arena.nbytes,
             lease_s=lease_s,

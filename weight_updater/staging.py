@@ -49,7 +49,6 @@ class StagingBuffers:
         self._device = target.arena.allocate(target.device) if device_staging else None
         self._host: torch.Tensor | None = None
         self._scratch: torch.Tensor | None = None
-        self.extra_bytes = 0  # allocated since start
 
     def choose(self, asked: Staging) -> Staging:
         """What `asked` comes to here.
@@ -81,7 +80,6 @@ class StagingBuffers:
                 nbytes = self._target.arena.nbytes
                 pin = self._target.device.type == "cuda"
                 self._host = allocate(nbytes, torch.device("cpu"), "staging in host memory", pin=pin)
-                self.extra_bytes += nbytes
             return self._host
 
     def scratch(self) -> torch.Tensor:
@@ -89,7 +87,6 @@ class StagingBuffers:
         if self._scratch is None:
             nbytes = min(SCRATCH_BYTES, self._target.arena.nbytes)
             self._scratch = allocate(nbytes, self._target.device, "the scratch of an exchange")
-            self.extra_bytes += nbytes
         return self._scratch
 
 

@@ -8,8 +8,19 @@ import torch
 
 from weight_updater.arena import DTYPE_NAMES, Arena, SlotSpec, StorageSpec, WeightTarget
 from weight_updater.checksum import checksum
+from weight_updater.errors import UpdateRefused
 from weight_updater.graphs import GraphHooks
-from weight_updater.requests import BeginUpdate, FromTensor, Manifest, Path, TensorSpec, UpdateReply
+from weight_updater.requests import (
+    BeginUpdate,
+    FromIpc,
+    FromTensor,
+    Manifest,
+    Path,
+    ShmSegment,
+    TensorSpec,
+    UpdateReply,
+)
+from weight_updater.shm import SharedSegment
 from weight_updater.updater import WeightUpdater
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -134,3 +145,30 @@ def push(updater: WeightUpdater, tensors: Mapping[str, torch.Tensor], **fields: 
         updater.refuse(update_id, error)  # type: ignore[arg-type]
         raise
     return updater.commit(update_id)
+
+
+def num_mappings(name: str) -> int:
+    """How often this process has mapped the segment `name`."""
+    with open("/proc/self/maps") as maps:
+        return sum(name in line for line in maps)
+
+
+def put(segment: SharedSegment, offset: int, value: torch.Tensor) -> None:
+    """Write a tensor's bytes into a segment."""
+    segment.buf[offset : offset + value.nbytes] = raw(value).numpy().tobytes()
+
+
+def pack(segment: SharedSegment, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors in order, each at a multiple of 256 bytes."""
+    for offset, value in zip(manifest_of(tensors).packed_offsets()[0], tensors.values(), strict=True):
+        put(segment, offset, value)
+
+
+def lend(updater: WeightUpdater, update_id: str, *regions: ShmSegment, **fields: object) -> UpdateReply:
+    """Receive from lent memory the way the engine does."""
+    receive = updater.receiver(FromIpc(update_id, regions, **fields))  # type: ignore[arg-type]
+    try:
+        receive.run()
+    except UpdateRefused as error:
+        return updater.received(receive, error)
+    return updater.received(receive, None)
