@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from rollout_engine.batch.schedule import CaptureHiddenMode
+from rollout_engine.models import layers
 from rollout_engine.sampling import SamplingParams
 from tests.hand_scheduler import GREEDY, HandScheduler, make_runner
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, load_reference, make_tiny
 
 TOLERANCE = 1e-4
+ONEDNN_SMOLLM2_TOLERANCE = 3e-4
+"""For logits of SmolLM2 (up to 35 in size) through oneDNN, which sums in another order than the BLAS that
+transformers uses. Measured: 1.8e-4 to transformers; to a float64 model 1.3e-4, transformers itself 1.1e-4.
+"""
 CASES = [(name, tied) for name in ARCHITECTURES for tied in (False, True)]
 
 
@@ -62,12 +67,12 @@ def our_logits(runner, rows) -> list[torch.Tensor]:
     return list(runner.model.compute_logits(hidden).split([len(prompt) for prompt in rows]))
 
 
-def check_logits(pair, vocab_size):
+def check_logits(pair, vocab_size, tolerance=TOLERANCE):
     runner, reference = pair
     prompts = prompts_of(vocab_size)
     for prompt, ours in zip(prompts, our_logits(runner, prompts), strict=True):
-        theirs = reference_logits(reference, prompt)
-        assert (ours - theirs).abs().max() < TOLERANCE
+        difference = (ours - reference_logits(reference, prompt)).abs().max().item()
+        assert difference < tolerance
 
 
 def check_greedy(pair, vocab_size, num_tokens, **how):
@@ -125,8 +130,13 @@ def test_sampled_logprobs_are_of_the_sampled_token(tiny):
         assert (scores.argmax(-1) != torch.tensor(row.output)).any()  # not greedy in disguise
 
 
-def test_smollm2_logits(smollm2):
+def test_smollm2_logits_with_the_same_blas(smollm2, monkeypatch):
+    monkeypatch.setattr(layers, "ONEDNN", False)
     check_logits(smollm2, 49152)
+
+
+def test_smollm2_logits_as_served(smollm2):
+    check_logits(smollm2, 49152, ONEDNN_SMOLLM2_TOLERANCE)
 
 
 def test_smollm2_greedy_tokens_and_logprobs(smollm2):
