@@ -6,9 +6,10 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from weight_updater import from_disk, from_ipc, from_tensor
+from weight_updater import from_disk, from_distributed, from_ipc, from_tensor
 from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
+from weight_updater.groups import GroupRegistry
 from weight_updater.manifests import Manifests, check_files
 from weight_updater.open_update import OpenUpdate, Request
 from weight_updater.requests import FromDisk, FromDistributed, FromIpc, FromTensor, Path
@@ -55,10 +56,14 @@ class Receive:
 
 
 class Receivers:
-    """Makes the work of each path. Holds what lives longer than an update: mappings of trainers' memory."""
+    """Makes the work of each path. Holds what lives longer than an update.
+
+    mappings: of trainers' memory. groups: process groups of the distributed path.
+    """
 
     def __init__(self, target: WeightTarget, manifests: Manifests) -> None:
         self.mappings = from_ipc.Mappings()
+        self.groups = GroupRegistry()
         self._target = target
         self._manifests = manifests
 
@@ -77,15 +82,16 @@ class Receivers:
             )
         if isinstance(request, FromDisk):
             return lambda: self._disk(update, request)
+        if isinstance(request, FromDistributed):
+            return lambda: self._distributed(update, request)
         if isinstance(request, FromTensor):
             return lambda: from_tensor.receive(request, update.sink, chunks)
-        if isinstance(request, FromIpc):
-            self.mappings.pinned.update(region.allocation_id for region in request.regions)
-            return lambda: self._ipc(update, request)
-        raise UpdateRefused(Reason.INVALID_UPDATE, f"{type(request).__name__} names no path")
+        self.mappings.pinned.update(region.allocation_id for region in request.regions)
+        return lambda: self._ipc(update, request)
 
     def close(self) -> None:
-        """Give back all mappings."""
+        """Leave all groups, give back all mappings."""
+        self.groups.close()
         self.mappings.close()
 
     def _disk(self, update: OpenUpdate, request: FromDisk) -> None:
@@ -102,6 +108,16 @@ class Receivers:
             update.sink,
             needed=update.plan.needed,
             pin=self._target.device.type == "cuda",
+        )
+
+    def _distributed(self, update: OpenUpdate, request: FromDistributed) -> None:
+        from_distributed.receive(
+            request,
+            update.plan.manifest,
+            update.sink,
+            self.groups,
+            bucket_bytes=update.request.bucket_bytes,
+            needed=update.plan.needed,
         )
 
     def _ipc(self, update: OpenUpdate, request: FromIpc) -> None:

@@ -15,6 +15,7 @@ from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
 from weight_updater.from_tensor import Chunks
 from weight_updater.graphs import GraphHooks, NoGraphs
+from weight_updater.groups import GroupRegistry
 from weight_updater.history import History
 from weight_updater.live import LiveWeights
 from weight_updater.manifests import Manifests
@@ -90,6 +91,11 @@ class WeightUpdater:
     def weights_path(self) -> str:
         """Directory of the last committed disk update; "" before the first."""
         return self._live.weights_path
+
+    @property
+    def groups(self) -> GroupRegistry:
+        """Process groups of the distributed path; `init` and `destroy` are for the WORKER."""
+        return self._receivers.groups
 
     # Begin
 
