@@ -1,0 +1,60 @@
+"""Path "distributed": the trainer broadcasts buckets in a named process group, and they come in here.
+
+The manifest and the size of a bucket were agreed when the update began; both ends compare them once more,
+with each other, before the first collective of the update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Protocol
+
+import torch
+
+from weight_updater.buckets import plan_buckets
+from weight_updater.groups import GroupRegistry
+from weight_updater.requests import FromDistributed, Manifest
+
+
+class ByteSink(Protocol):
+    """What `receive` writes to; the bytes it gives are overwritten after the call."""
+
+    def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
+
+
+def receive(
+    request: FromDistributed,
+    manifest: Manifest,
+    sink: ByteSink,
+    groups: GroupRegistry,
+    *,
+    bucket_bytes: int = 0,
+    needed: Collection[int] | None = None,
+) -> None:
+    """Receive every bucket of `manifest` into `sink`; blocks. WORKER.
+
+    Args:
+        request: timeout_s bounds the whole receive; 0 bounds each wait by the group's timeout instead.
+        groups: where the engine joined `request.group_name`.
+        bucket_bytes: as in BeginUpdate; 0 means 64 MiB.
+        needed: indexes of the tensors to write to the sink (`Plan.needed`); None means all.
+
+    Raises:
+        UpdateRefused: GROUP_UNKNOWN; MANIFEST_MISMATCH if the sender would send something else (the group
+            stays); TIMEOUT or PEER_LOST, or whatever the sink raises: then the sender is told, and the group
+            is torn down.
+    """
+    plan = plan_buckets(manifest, bucket_bytes)
+    wanted = set(range(len(manifest.tensors)) if needed is None else needed)
+    with groups.use(request.group_name) as group:
+        timeout_s = request.timeout_s or group.request.timeout_s
+        limit = time.monotonic() + request.timeout_s if request.timeout_s else None
+        group.receive_header(plan, timeout_s, limit)
+        for bucket in range(len(plan)):
+            data = group.next_bucket(bucket, timeout_s, limit)
+            for piece in plan.pieces(bucket):
+                if piece.tensor in wanted:
+                    sink.write(piece.tensor, piece.start, data[piece.position : piece.position + piece.size])
+            group.free()
+        group.receive_end(timeout_s, limit)

@@ -1,0 +1,308 @@
+"""Process groups of the distributed path, by name: the engine's registry, and the trainer's rank 0.
+
+The engine's side of a gloo group lives in a child process (gloo_child.py): what a wrong or dying sender
+does to it cannot reach the engine. A group that failed is torn down at once, and may be made anew under the
+same name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from weight_updater.arena import TORCH_DTYPES
+from weight_updater.buckets import BucketPlan, plan_buckets
+from weight_updater.errors import Reason, UpdateError, UpdateRefused
+from weight_updater.gloo import GlooGroup, Member, listen
+from weight_updater.gloo_parent import ChildGroup, HeaderRefused
+from weight_updater.requests import InitGroup, Manifest
+
+BACKENDS = ("gloo",)
+
+
+class GroupRegistry:
+    """The groups that an engine has joined. Safe to use by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: dict[str, tuple[ChildGroup, threading.Lock]] = {}
+
+    def init(self, request: InitGroup) -> str:
+        """WORKER. Join a group; blocks up to its timeout (and the second or two that a process takes to
+        start). A group of that name whose trainer is dead is replaced.
+
+        Returns:
+            the backend.
+
+        Raises:
+            UpdateRefused: INVALID_UPDATE; GROUP_EXISTS; TIMEOUT or PEER_LOST naming group, rank, world size
+                and address.
+        """
+        _check(request)
+        self._remove_dead(request.group_name)
+        busy = threading.Lock()
+        with busy:
+            with self._lock:
+                if request.group_name in self._groups:
+                    raise _exists(request.group_name)
+                group = ChildGroup(request)
+                self._groups[request.group_name] = group, busy
+            try:
+                group.join()
+            except UpdateError:
+                self._forget(group)
+                raise
+        return BACKENDS[0]
+
+    def destroy(self, name: str) -> bool:
+        """WORKER. Leave a group, also while it is joined or used; False if there is none of that name."""
+        with self._lock:
+            found = self._groups.pop(name, None)
+        if found is None:
+            return False
+        group, busy = found
+        group.kill()  # whoever waits for it gets an error and lets go
+        with busy:
+            group.close()
+        return True
+
+    @contextlib.contextmanager
+    def use(self, name: str) -> Iterator[ChildGroup]:
+        """WORKER. A group, for one receive. After an error it is torn down, unless it is HeaderRefused.
+
+        Raises:
+            UpdateRefused: GROUP_UNKNOWN; UPDATE_IN_PROGRESS if another thread uses it.
+        """
+        with self._lock:
+            found = self._groups.get(name)
+            known = sorted(self._groups)
+        if found is None:
+            raise UpdateRefused(
+                Reason.GROUP_UNKNOWN,
+                f"no process group {name!r} here (there are: {', '.join(known) or 'none'}); init it first, "
+                f"also after a failed update",
+            )
+        group, busy = found
+        if not busy.acquire(blocking=False):
+            raise UpdateRefused(Reason.UPDATE_IN_PROGRESS, f"process group {name!r} is in use")
+        try:
+            yield group
+        except HeaderRefused:
+            raise
+        except BaseException as error:
+            self._forget(group)
+            group.give_up(str(error) or type(error).__name__)
+            raise
+        finally:
+            busy.release()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the groups that are there, joined or being joined."""
+        with self._lock:
+            return sorted(self._groups)
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for name in self.names:
+            self.destroy(name)
+
+    def _remove_dead(self, name: str) -> None:
+        with self._lock:
+            found = self._groups.get(name)
+        if found is None:
+            return
+        group, busy = found
+        if not busy.acquire(blocking=False):
+            raise _exists(name)
+        try:
+            alive = group.alive()
+        finally:
+            busy.release()
+        if alive:
+            raise _exists(name)
+        self._forget(group)
+        group.close()
+
+    def _forget(self, group: ChildGroup) -> None:
+        """Take a group out, unless its name belongs to another one by now."""
+        name = group.request.group_name
+        with self._lock:
+            if name in self._groups and self._groups[name][0] is group:
+                del self._groups[name]
+
+
+class SenderGroup:
+    """Rank 0 of a group, in the trainer's process: hosts the store, broadcasts buckets. Use `with`.
+
+    Args:
+        master_address: an address of this host that the engines can reach; the store listens on it alone.
+        master_port: 0 takes a free one; see `port`.
+        world_size: this rank and all engines.
+        timeout_s: for the rendezvous, and for each wait of a broadcast.
+
+    Raises:
+        UpdateRefused: INVALID_UPDATE; TIMEOUT or PEER_LOST if not all engines come.
+    """
+
+    def __init__(
+        self, group_name: str, master_address: str, master_port: int, world_size: int, timeout_s: float = 30.0
+    ) -> None:
+        if world_size < 2:
+            raise UpdateRefused(
+                Reason.INVALID_UPDATE, f"world_size is {world_size}; it counts rank 0 as well"
+            )
+        listener = listen(master_address, master_port)
+        self.port: int = listener.getsockname()[1]
+        self._timeout_s = timeout_s
+        self._ended_by = ""
+        self._lock = threading.Lock()  # held by the one thread that uses the group
+        self._group = GlooGroup(
+            Member(group_name, master_address, self.port, 0, world_size, timeout_s), listener
+        )
+
+    def broadcast(self, manifest: Manifest, tensors: Iterable[torch.Tensor], bucket_bytes: int = 0) -> None:
+        """Send one update to all engines; returns when every one of them has put all bytes away.
+
+        Args:
+            tensors: in the manifest's order, any device and strides; each is used when its turn comes.
+            bucket_bytes: as in BeginUpdate; 0 means 64 MiB.
+
+        Raises:
+            UpdateRefused: MANIFEST_MISMATCH if an engine expects something else (the group stays usable), or
+                if `tensors` are not what the manifest says; TIMEOUT or PEER_LOST with what a lost engine
+                said. After all but the first of these the group is closed.
+        """
+        with self._lock:
+            if self._ended_by:
+                raise UpdateRefused(
+                    Reason.GROUP_UNKNOWN,
+                    f"group {self._group.member.group_name!r} was closed ({self._ended_by}); make it anew",
+                )
+            plan = plan_buckets(manifest, bucket_bytes)
+            try:
+                self._group.agree(plan, self._timeout_s)
+            except UpdateRefused as error:
+                if error.reason is not Reason.MANIFEST_MISMATCH:
+                    self._end(error)
+                raise
+            try:
+                self._send(plan, tensors)
+                self._group.finish(self._timeout_s)
+            except BaseException as error:
+                self._end(error)
+                raise
+
+    def close(self) -> None:
+        """Leave the group; harmless twice. ANY THREAD: a running broadcast, and engines that wait for it,
+        end with an error soon.
+        """
+        self._group.abort("the sender closed the group")
+        with self._lock:
+            self._ended_by = self._ended_by or "by close()"
+            self._group.close()
+
+    def __enter__(self) -> SenderGroup:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _end(self, error: BaseException) -> None:
+        self._ended_by = f"after: {error}"
+        self._group.abort(str(error) or type(error).__name__)
+        self._group.close(linger_s=1.0)  # time for the engines to read why
+
+    def _send(self, plan: BucketPlan, tensors: Iterable[torch.Tensor]) -> None:
+        """Fill one half while the other travels."""
+        half = min(plan.bucket_bytes, plan.total_bytes)
+        halves = torch.zeros(2, half, dtype=torch.uint8)
+        source = _Source(plan.manifest, tensors)
+        travelling = None
+        for bucket in range(len(plan)):
+            data = halves[bucket % 2][: plan.size(bucket)]
+            for piece in plan.pieces(bucket):
+                into = data[piece.position : piece.position + piece.size]
+                source.copy(piece.tensor, piece.start, into)
+            if travelling is not None:
+                self._group.wait(travelling, bucket - 1, self._timeout_s)
+            travelling = self._group.broadcast(data, self._timeout_s)
+        source.finish()
+        if travelling is not None:
+            self._group.wait(travelling, len(plan) - 1, self._timeout_s)
+
+
+class _Source:
+    """Takes tensors from an iterator as their bytes are asked for, checking each against the manifest."""
+
+    def __init__(self, manifest: Manifest, tensors: Iterable[torch.Tensor]) -> None:
+        self._manifest = manifest
+        self._tensors = iter(tensors)
+        self._taken = 0
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensor: int, start: int, into: torch.Tensor) -> None:
+        """Copy logical row-major bytes from `start` on of tensor `tensor`; tensors come in order."""
+        while self._taken <= tensor:
+            self._take()
+        into.copy_(self._bytes[start : start + into.numel()])
+
+    def finish(self) -> None:
+        """Check what is left: empty tensors, and that no more come than the manifest has."""
+        while self._taken < len(self._manifest.tensors):
+            self._take()
+        if next(self._tensors, None) is not None:
+            raise UpdateRefused(
+                Reason.MANIFEST_MISMATCH,
+                f"more tensors came than the manifest's {len(self._manifest.tensors)}",
+            )
+
+    def _take(self) -> None:
+        spec = self._manifest.tensors[self._taken]
+        tensor = next(self._tensors, None)
+        if tensor is None:
+            raise UpdateRefused(
+                Reason.MANIFEST_MISMATCH,
+                f"{self._taken} tensors came, the manifest has {len(self._manifest.tensors)}; "
+                f"{spec.name} is missing",
+            )
+        if tensor.dtype != TORCH_DTYPES[spec.dtype] or tuple(tensor.shape) != spec.shape:
+            raise UpdateRefused(
+                Reason.MANIFEST_MISMATCH,
+                f"tensor {self._taken} is {tensor.dtype} {list(tensor.shape)}, the manifest says "
+                f"{spec.name}, {spec.dtype} {list(spec.shape)}",
+            )
+        self._bytes = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        self._taken += 1
+
+
+def _exists(name: str) -> UpdateRefused:
+    return UpdateRefused(
+        Reason.GROUP_EXISTS,
+        f"there is a process group {name!r} already, and its rank 0 lives; destroy it first",
+    )
+
+
+def _check(request: InitGroup) -> None:
+    """Refuse what can never be right."""
+    wrong = [
+        (not request.group_name, "group_name is empty"),
+        (not request.master_address or "\0" in request.master_address, "master_address is empty"),
+        (not 1 <= request.master_port <= 65535, f"master_port is {request.master_port}"),
+        (request.world_size < 2, f"world_size is {request.world_size}; it counts rank 0 as well"),
+        (
+            not 1 <= request.rank < max(2, request.world_size),
+            f"rank is {request.rank}, must lie in [1, {request.world_size}); the trainer is rank 0",
+        ),
+        (not 0 < request.timeout_s <= 86400, f"timeout_s is {request.timeout_s}, must lie in (0, 86400]"),
+        (
+            request.backend not in ("", *BACKENDS),
+            f"backend is {request.backend!r}; this engine has {', '.join(BACKENDS)}",
+        ),
+    ]
+    for is_wrong, text in wrong:
+        if is_wrong:
+            raise UpdateRefused(Reason.INVALID_UPDATE, f"group {request.group_name!r}: {text}")
