@@ -31,7 +31,7 @@ class DecodeGroup:
 
     tokens: torch.Tensor | slice  # packed offsets of the rows' tokens, [b]
     pages: torch.Tensor  # [b * P] int64
-    tails: torch.Tensor  # gathered token slots past a row's end, in its last page, int64
+    tails: torch.Tensor  # gathered token slots that are no tokens of their row but might be NaN, int64
     mask_b11L: torch.Tensor | None  # additive, in the pool's dtype; None where all rows have L tokens
     num_rows: int
     length: int  # L
@@ -102,13 +102,15 @@ class TorchBackend(AttentionBackend):
         table = _pages_of(batch, batch.req_pool_indices.index_select(0, rows), num_pages, page_size)
         lengths = torch.tensor([length for length, _, _ in members], device=device).unsqueeze_(1)
         # Pages past a row's end point at whatever the table last held: read the row's first page instead,
-        # and zero the rest of its last page. Masked scores hide values, but not a NaN left by another row.
+        # and zero what is no token of the row. Masked scores hide values, but not a NaN left by another row.
         columns = torch.arange(num_pages * page_size, device=device)
         table = torch.where(columns[::page_size] < lengths, table, table[:, :1])
-        tails = [
-            np.arange(i * num_pages * page_size + n, i * num_pages * page_size + n + -n % page_size)
-            for i, (n, _, _) in enumerate(members)
-        ]
+        tails = []
+        for i, (length, _, _) in enumerate(members):
+            # A first page that is not full would bring its own tail along wherever it is read.
+            end = length + -length % page_size if length >= page_size else num_pages * page_size
+            first = i * num_pages * page_size
+            tails.append(np.arange(first + length, first + end))
         mask = None
         if members[0][0] != num_pages * page_size or longest != num_pages * page_size:
             mask = torch.zeros(columns.shape[0], dtype=batch.token_to_kv_pool.dtype, device=device)
