@@ -156,8 +156,9 @@ async def _open(
     draining = asyncio.Event()
     health = EngineHealth(engine, SERVICES)
     rollout = RolloutService(engine, codec, config.max_message_bytes, draining)
-    rollout_pb2_grpc.add_RolloutServicer_to_server(rollout, server)
-    weights_pb2_grpc.add_WeightsServicer_to_server(WeightsService(engine, config.max_message_bytes), server)
+    weights = WeightsService(engine, config.max_message_bytes)
+    rollout_pb2_grpc.add_RolloutServicer_to_server(rollout, server)  # type: ignore[no-untyped-call]
+    weights_pb2_grpc.add_WeightsServicer_to_server(weights, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     names = (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
     reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)

@@ -15,7 +15,7 @@ from rollout_engine.server.status import abort
 OPEN_PREFIX = "/grpc.health.v1.Health/"
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Refuses every call without `authorization: Bearer TOKEN`, and does not say what was wrong with it."""
 
     def __init__(self, token: str) -> None:

@@ -178,4 +178,5 @@ def engine_info(info: m.EngineInfo, snapshot: m.Snapshot) -> pb.GetEngineInfoRes
         weight_version=snapshot.weight_version,
         weights_path=info.weights_path,
         max_running_requests=info.max_running_requests,
+        weights_address=info.weights_address,
     )

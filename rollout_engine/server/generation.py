@@ -45,7 +45,7 @@ def check_prompt(token_ids: Sequence[int], max_tokens: int | None, info: m.Engin
 
 
 def complete_params(params: SamplingParams, token_ids: Sequence[int], info: m.EngineInfo) -> SamplingParams:
-    """Checked parameters with a seed: what the engine is given. It alone knows how far max_tokens None goes."""
+    """Checked parameters with a seed; how far max_tokens None may go is the engine's to say (its pool)."""
     params.check(info.vocab_size)
     check_prompt(token_ids, params.max_tokens, info)
     seed = secrets.randbits(63) if params.seed is None else params.seed

@@ -95,7 +95,7 @@ class FakeEngine:
         self.later: list[tuple[float, m.Reply]] = []
         self.last_snapshot: tuple[float, m.Snapshot | None] = (0.0, None)
         self.ring = SharedSegment.create(script.ring_slots * script.ring_slot_bytes)
-        self.log = open(script.log, "a", buffering=1) if script.log else None
+        self.log = os.open(script.log, os.O_WRONLY | os.O_APPEND) if script.log else None
         self.stop_at: float | None = None
 
     # ---------------------------------------------------------------- the socket
@@ -129,7 +129,7 @@ class FakeEngine:
 
     def note(self, entry: dict[str, Any]) -> None:
         if self.log is not None:
-            self.log.write(json.dumps(entry) + "\n")
+            os.write(self.log, (json.dumps(entry) + "\n").encode())
 
     # ---------------------------------------------------------------- the loop
 
@@ -185,6 +185,7 @@ class FakeEngine:
             model_path="/models/fake",
             weights_path="/models/fake",
             max_running_requests=64,
+            weights_address=4096,
         )
 
     def snapshot(self) -> None:

@@ -61,6 +61,11 @@ class Front:
         wait_until(lambda: len(self.commands(kind)) >= count, timeout_s, f"{count} {kind}")
         return self.commands(kind)
 
+    def wait_idle(self) -> None:
+        """Wait until the front knows of no live request."""
+        requests = self.running.engine.requests
+        wait_until(lambda: self.on_loop(lambda: len(requests)) == 0, 2.0, "no live request")
+
     def on_loop(self, function: Callable[[], Any]) -> Any:
         """Run a function on the front's event loop."""
         result: Future[Any] = Future()

@@ -1,0 +1,74 @@
+"""A trainer that dies by SIGKILL in the middle of a push; run as a process of its own.
+
+    python -m tests.wire.half_sender ADDRESS MODEL_DIR PATH STAGING WORK_DIR
+
+It begins an update, sends about half of the bytes (or, where bytes are fetched at once, all of them
+without a commit), prints the update's id and kills itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tests.tiny import load_reference
+from trainers_adapters.clients import WeightsClient
+from trainers_adapters.send_disk import DiskDirectory
+from trainers_adapters.send_distributed import BroadcastGroup
+from trainers_adapters.send_ipc import IpcArena
+from trainers_adapters.send_tensor import TensorStream
+from trainers_adapters.sending import Outgoing, Sender
+from trainers_adapters.sources import ModuleSource
+from weight_updater.requests import BeginUpdate, Staging
+
+
+class DyingSource(ModuleSource):
+    """Yields half of its tensors; then the process is gone."""
+
+    dies = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(super().__iter__()):
+            if self.dies and index == len(self.names) // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+
+def main(address: str, model_dir: str, path: str, staging: str, work_dir: str) -> None:
+    model = load_reference(Path(model_dir))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    source = DyingSource(model)
+    sender: Sender = {
+        "disk": lambda: DiskDirectory(work_dir),
+        "tensor": lambda: TensorStream(chunk_bytes=1024),
+        "ipc": IpcArena,
+        "distributed": lambda: BroadcastGroup(bucket_bytes=4096, group_timeout_s=10.0),
+    }[path]()
+    client = WeightsClient(address)
+    outgoing = Outgoing(source, source.manifest(), deadline=1e18)
+    fields = {"manifest": outgoing.manifest} | sender.stage(outgoing, [client])
+    update = BeginUpdate(path=sender.path, staging=Staging(staging), lease_s=1.0, **fields)
+    begun = client.begin(update)
+    print(begun.update_id, flush=True)
+    source.dies = True
+    if path == "distributed":
+        threading.Thread(
+            target=sender.send, args=(client, begun, Outgoing(source, outgoing.manifest, 60.0))
+        ).start()
+        sender.beside(begun, outgoing)
+    else:
+        client_deadline = Outgoing(source, outgoing.manifest, deadline=1e18)
+        sender.send(client, begun, client_deadline)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
