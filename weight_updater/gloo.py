@@ -79,6 +79,7 @@ class GlooGroup:
     def __init__(self, member: Member, listener: socket.socket | None = None) -> None:
         self.member = member
         self._stopped = threading.Event()
+        self._failed = False
         self._store: Any = None  # torch's stubs leave out half of the methods
         self._group: Any = None
         deadline = time.monotonic() + member.timeout_s
@@ -159,16 +160,20 @@ class GlooGroup:
     def close(self, *, linger_s: float = 0.0) -> None:
         """Drop the group, and at rank 0 the store with its port; harmless twice.
 
-        gloo cannot be interrupted. If one of its operations still runs, it ends at its own timeout, and a
-        thread of ours waits for that instead of the caller.
+        gloo cannot be interrupted. After an error one of its operations may still run: it ends at its own
+        timeout, and a thread of ours waits for that instead of the caller. No daemon: an interpreter that
+        ends meanwhile would have C++ threads under way.
 
-        linger_s: keep the store that long, for the others to read why.
+        linger_s: after an error, keep the store that long, for the others to read why.
         """
         group, store, self._group, self._store = self._group, self._store, None, None
         if group is not None:
             held = [group, store]
             del group, store
-            threading.Thread(target=_let_go, args=(held, linger_s), name="close-gloo", daemon=True).start()
+            if self._failed:
+                threading.Thread(target=_let_go, args=(held, linger_s), name="close-gloo").start()
+            else:
+                _let_go(held, 0.0)
 
     def _finish(self, work: Work) -> None:
         """Wait for an operation, but notice meanwhile that this or another rank gave up."""
@@ -190,6 +195,7 @@ class GlooGroup:
         try:
             yield
         except RuntimeError as error:
+            self._failed = True
             raise refusal(
                 error, f"{self.member}: {doing} (at most {timeout_s:g} s) failed", self._told()
             ) from error
@@ -304,10 +310,9 @@ def _await_hello(member: Member, store: TCPStore, rank: int, deadline: float) ->
         ("protocol", PROTOCOL),
     ):
         if theirs.get(field) != ours:
-            raise UpdateRefused(
-                Reason.INVALID_UPDATE,
-                f"{member}: {field} is {ours!r} here, {theirs.get(field)!r} at rank {rank}",
-            )
+            text = f"{field} is {ours!r} at rank {member.rank}, {theirs.get(field)!r} at rank {rank}"
+            store.set(_FAILED, text)
+            raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {text}")
 
 
 def _poll(ready: Callable[[], bool], deadline: float) -> None:
