@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from rollout_engine import messages as m
 from rollout_engine.server.convert import invalid
@@ -35,13 +35,22 @@ class Upload:
         self._call_id, self._reply = engine.begin_call(m.Update, tensor=request, begin=begin)
         self._ended = False
 
-    async def run(self, messages: AsyncIterator[pb.UpdateWeightsFromTensorRequest]) -> m.Reply:
+    async def run(
+        self,
+        messages: AsyncIterator[pb.UpdateWeightsFromTensorRequest],
+        confirm_end: Callable[[], Awaitable[None]],
+    ) -> m.Reply:
         """Feed the engine until the stream or the call ends; returns the call's Reply.
 
         An error of the engine ends the stream early. When the client goes away, the engine is told that
         the stream broke and nothing else; its lease cleans up.
+
+        Args:
+            messages: what follows the header.
+            confirm_end: awaited when `messages` ended; does not return if the client is gone. A stream that
+                broke looks like one that ended, until the news of the break arrives a moment later.
         """
-        feeding = asyncio.create_task(self._feed(messages))
+        feeding = asyncio.create_task(self._feed(messages, confirm_end))
         try:
             await asyncio.wait((feeding, self._reply), return_when=asyncio.FIRST_COMPLETED)
             if feeding.done() and not self._reply.done():
@@ -58,7 +67,11 @@ class Upload:
             else:
                 self._end(complete=False)
 
-    async def _feed(self, messages: AsyncIterator[pb.UpdateWeightsFromTensorRequest]) -> None:
+    async def _feed(
+        self,
+        messages: AsyncIterator[pb.UpdateWeightsFromTensorRequest],
+        confirm_end: Callable[[], Awaitable[None]],
+    ) -> None:
         ring = self._engine.ring
         number = 0
         async for message in messages:
@@ -72,6 +85,7 @@ class Upload:
                 self._engine.send(
                     m.Chunk(self._call_id, chunk.tensor, chunk.offset + start, slot, len(piece))
                 )
+        await confirm_end()
         self._end(complete=True)
 
     def _end(self, *, complete: bool) -> None:

@@ -79,7 +79,14 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         tensor = convert.from_tensor(first.header, update_id)
         if tensor.segment is not None:
             return _update(await self._engine.call(m.Update, tensor=tensor, begin=begin))
-        return _update(await Upload(self._engine, tensor, begin).run(messages))
+
+        async def confirm_end() -> None:
+            # Headers reach a client that is there. They pass through the same queue as the news that it is
+            # not, which cancels this handler, and come out behind it.
+            await context.send_initial_metadata(())
+            await asyncio.sleep(0)
+
+        return _update(await Upload(self._engine, tensor, begin).run(messages, confirm_end))
 
     async def UpdateWeightsFromIpc(
         self, request: pb.UpdateWeightsFromIpcRequest, context: Context

@@ -44,7 +44,6 @@ LAYOUT = Layout(
     ),
     2621696,
 )
-PRIVATE_CALLS = (m.Chunk, m.SubmitRequest)  # logged without their payload
 
 
 @dataclass
@@ -286,8 +285,8 @@ class FakeEngine:
 
     def handle(self, command: m.Command) -> None:
         name = type(command).__name__
-        fields = {} if isinstance(command, PRIVATE_CALLS) else msgspec.to_builtins(command)
-        if isinstance(command, m.SubmitRequest):
+        fields = msgspec.to_builtins(command)
+        if isinstance(command, m.SubmitRequest):  # without what is long
             fields = {"request_id": command.request_id, "stream": command.stream}
             fields |= {"seed": command.params.seed, "token_ids": command.token_ids[:16]}
         self.note({**fields, "type": name})
@@ -393,7 +392,6 @@ class FakeEngine:
     # ---------------------------------------------------------------- uploads
 
     def chunk(self, chunk: m.Chunk) -> None:
-        self.note({"type": "chunk", "offset": chunk.offset, "nbytes": chunk.nbytes, "slot": chunk.slot})
         upload = self.uploads.get(chunk.call_id)
         if upload is not None:
             start = chunk.slot * self.script.ring_slot_bytes

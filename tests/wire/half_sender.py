@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def main(address: str, model_dir: str, path: str, staging: str, work_dir: str) -
         "distributed": lambda: BroadcastGroup(bucket_bytes=4096, group_timeout_s=10.0),
     }[path]()
     client = WeightsClient(address)
-    outgoing = Outgoing(source, source.manifest(), deadline=1e18)
+    outgoing = Outgoing(source, source.manifest(), deadline=time.monotonic() + 60.0)
     fields = {"manifest": outgoing.manifest} | sender.stage(outgoing, [client])
     update = BeginUpdate(path=sender.path, staging=Staging(staging), lease_s=1.0, **fields)
     begun = client.begin(update)
@@ -61,11 +62,11 @@ def main(address: str, model_dir: str, path: str, staging: str, work_dir: str) -
     source.dies = True
     if path == "distributed":
         threading.Thread(
-            target=sender.send, args=(client, begun, Outgoing(source, outgoing.manifest, 60.0))
+            target=sender.send, args=(client, begun, Outgoing(source, outgoing.manifest, time.monotonic() + 60.0))
         ).start()
         sender.beside(begun, outgoing)
     else:
-        client_deadline = Outgoing(source, outgoing.manifest, deadline=1e18)
+        client_deadline = Outgoing(source, outgoing.manifest, deadline=time.monotonic() + 60.0)
         sender.send(client, begun, client_deadline)
     os.kill(os.getpid(), signal.SIGKILL)
 
