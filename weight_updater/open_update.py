@@ -10,6 +10,7 @@ import torch
 
 from weight_updater import from_ipc
 from weight_updater.arena import WeightTarget
+from weight_updater.cast import same_bytes
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import Plan, conflict
 from weight_updater.requests import (
@@ -180,7 +181,5 @@ def expect(update: OpenUpdate, target: WeightTarget, live: Mapping[str, int]) ->
         for index in plan.applied:
             new = sink.slot_bytes(index)
             old = target.slot(plan.slot(index).name)
-            if new is not None and torch.equal(
-                new.contiguous().view(-1).view(torch.uint8), old.view(-1).view(torch.uint8)
-            ):
+            if new is not None and same_bytes(new, old):
                 update.num_changed -= 1

@@ -18,7 +18,7 @@ from weight_updater.cast import as_dtype, cast_into, cast_pieces
 from weight_updater.checksum import PartialChecksum, checksum, finish, has_nonfinite, scan
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.plan import Plan
-from weight_updater.requests import ITEMSIZE
+from weight_updater.requests import ITEMSIZE, TensorSpec
 
 _MASK = (1 << 64) - 1
 
@@ -166,29 +166,30 @@ class Sink:
         spec = self.plan.manifest.tensors[index]
         assert data.dtype == torch.uint8, "a sink takes bytes"
         assert data.dim() == 1, "a sink takes bytes in one dimension"
-        end, nbytes = offset + data.numel(), spec.nbytes
-        text = f"a chunk of {spec.name} with bytes [{offset}, {end})"
-        if offset < 0 or end > nbytes:
-            raise UpdateRefused(Reason.BAD_CHUNK, f"{text} lies outside of the tensor's {nbytes} bytes")
-        if offset % 8 or (end % 8 and end != nbytes):
-            raise UpdateRefused(
-                Reason.BAD_CHUNK,
-                f"{text} is misaligned; chunks start and end at multiples of 8, but for the last",
-            )
-        if self.destination is None and data.numel() != nbytes:
-            raise UpdateRefused(Reason.BAD_CHUNK, f"{text} is a part; this path brings whole tensors")
+        end = offset + data.numel()
+        self._check_chunk(spec, offset, end)
         arrival = self._arrivals[index]
         with self._changed:
             if self._ended_by is not None:
                 raise self._ended_by
             overlap = arrival.claim(offset, end) if data.numel() else None
             if overlap is not None:
-                raise UpdateRefused(
-                    Reason.BAD_CHUNK, f"{text} overlaps [{overlap[0]}, {overlap[1]}), which arrived already"
+                raise bad_chunk(
+                    spec, offset, end, f"overlaps [{overlap[0]}, {overlap[1]}), which arrived already"
                 )
             self.received_bytes += data.numel()
             self._num_writing += 1
         return arrival
+
+    def _check_chunk(self, spec: TensorSpec, offset: int, end: int) -> None:
+        nbytes = spec.nbytes
+        if offset < 0 or end > nbytes:
+            raise bad_chunk(spec, offset, end, f"lies outside of the tensor's {nbytes} bytes")
+        if offset % 8 or (end % 8 and end != nbytes):
+            text = "is misaligned; chunks start and end at multiples of 8, but for a tensor's end"
+            raise bad_chunk(spec, offset, end, text)
+        if self.destination is None and end - offset != nbytes:
+            raise bad_chunk(spec, offset, end, "is a part; this path brings whole tensors")
 
     def _is_hashed(self, index: int) -> bool:
         return self._hashing or index in self.plan.twins or index in self.plan.twins.values()
@@ -243,3 +244,8 @@ class Sink:
                 self._twin_scratch[index] = self.destination.new_empty(nbytes)
                 self.extra_bytes += nbytes
             return self._twin_scratch[index]
+
+
+def bad_chunk(spec: TensorSpec, offset: int, end: int, what: str) -> UpdateRefused:
+    """The refusal of bytes [offset, end) of a tensor."""
+    return UpdateRefused(Reason.BAD_CHUNK, f"a chunk of {spec.name} with bytes [{offset}, {end}) {what}")
