@@ -141,6 +141,7 @@ class FakeEngine:
                 "type": "config",
                 "config": json.loads(config),
                 "env": [key for key in os.environ if key.startswith("ROLLSYNC_")],
+                "ring": self.ring.descriptor.name,
             }
         )
         if self.script.exit_at_start is not None:
