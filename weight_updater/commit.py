@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weight_updater.arena import WeightTarget
-from weight_updater.checksum import checksums
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
 from weight_updater.graphs import GraphHooks
 from weight_updater.requests import Recapture
+from weight_updater.slot_scan import slot_checksums
 from weight_updater.staging import Write, synchronise
 
 
@@ -29,11 +29,6 @@ class Done:
     @property
     def seconds(self) -> float:
         return self.write_s + self.finalise_s + self.compare_s + self.recapture_s
-
-
-def slot_checksums(target: WeightTarget, names: list[str]) -> dict[str, int]:
-    """Slot -> checksum of what lies in it now."""
-    return dict(zip(names, checksums([target.slot(name) for name in names]), strict=True))
 
 
 def make_live(

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from weight_updater import from_ipc, replies
 from weight_updater.arena import WeightTarget
 from weight_updater.checksum import checksum, fold
-from weight_updater.commit import make_live, slot_checksums
+from weight_updater.commit import make_live
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
 from weight_updater.open_update import OpenUpdate
 from weight_updater.requests import Path, Recapture, Staging, UpdateReply
+from weight_updater.slot_scan import slot_checksums
 from weight_updater.staging import Copy, CopyBorrowed, Exchange, InPlace, Rebind, StagingBuffers, Write
 
 

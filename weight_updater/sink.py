@@ -19,6 +19,7 @@ from weight_updater.checksum import PartialChecksum, checksum, finish, has_nonfi
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.plan import Plan
 from weight_updater.requests import ITEMSIZE, TensorSpec
+from weight_updater.slot_scan import is_small, scan_slots
 
 _MASK = (1 << 64) - 1
 
@@ -77,6 +78,7 @@ class Sink:
         self._hashing = hashing
         self._find_nonfinite = find_nonfinite
         self._arrivals = [Arrival() for _ in plan.slots]
+        self._unscanned: set[int] = set()  # small whole tensors, scanned together when somebody asks
         self._twin_scratch: dict[int, torch.Tensor] = {}
         self._changed = threading.Condition()
         self._num_writing = 0
@@ -124,10 +126,12 @@ class Sink:
 
     def received_checksum(self, index: int) -> int:
         """The checksum of what arrived of a whole tensor; needs `hashing`, or a twin or its writer."""
+        self._scan_small()
         return finish(self._arrivals[index].total, self.plan.manifest.tensors[index].nbytes)
 
     def is_nonfinite(self, index: int) -> bool:
         """Whether a value of the tensor was not finite in the slot's dtype."""
+        self._scan_small()
         return self._arrivals[index].nonfinite
 
     def slot_bytes(self, index: int) -> torch.Tensor | None:
@@ -209,12 +213,28 @@ class Sink:
         if self.plan.same_dtype(index):
             written = region[start + offset : start + offset + data.numel()]
             written.copy_(data)
+            if data.numel() == spec.nbytes and is_small(place) and written.device.type == "cpu":
+                self._unscanned.add(index)
+                return 0, False
             return self._inspect(index, offset, written, dtype)
         first, count = offset // source_itemsize, data.numel() // source_itemsize
         written = region[start + first * itemsize : start + (first + count) * itemsize]
         cast_into(written.view(dtype), as_dtype(data, TORCH_DTYPES[spec.dtype]))
         total = scan(data, offset).total if self._is_hashed(index) else 0
         return total, self._find_nonfinite and has_nonfinite(written.view(dtype))
+
+    def _scan_small(self) -> None:
+        """Catch up on small tensors that arrived whole: one by one they would cost more than their bytes."""
+        if not self._unscanned:
+            return
+        with self._changed:
+            indexes, self._unscanned = self._unscanned, set()
+        assert self.destination is not None
+        by_offset = {self.plan.slot(index).offset: index for index in indexes}
+        places = [self.plan.slot(by_offset[offset]) for offset in sorted(by_offset)]
+        for place, found in scan_slots(self.destination, places, find_nonfinite=self._find_nonfinite):
+            arrival = self._arrivals[by_offset[place.offset]]
+            arrival.total, arrival.nonfinite = found.total, found.nonfinite
 
     def _borrow(self, index: int, offset: int, data: torch.Tensor) -> tuple[int, bool]:
         """Remember a whole tensor of the trainer's and read it once."""
