@@ -157,6 +157,7 @@ def _info(
             model_path=str(config.model),
             weights_path=updater.weights_path or str(config.model),
             max_running_requests=config.max_running_requests,
+            weights_address=runner.target.buffer.data_ptr(),
         )
 
     return describe

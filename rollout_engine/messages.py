@@ -355,6 +355,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     model_path: str
     weights_path: str
     max_running_requests: int
+    weights_address: int
 
 
 class Ready(Message, frozen=True):

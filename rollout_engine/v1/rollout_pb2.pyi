@@ -376,7 +376,7 @@ class ForwardCounts(_message.Message):
     def __init__(self, eager: _Optional[int] = ..., decode_graph: _Optional[int] = ..., prefill_graph: _Optional[int] = ..., split_prefill: _Optional[int] = ..., idle: _Optional[int] = ...) -> None: ...
 
 class GetEngineInfoResponse(_message.Message):
-    __slots__ = ("instance_id", "rollsync_version", "architecture", "dtype", "device", "vocab_size", "context_length", "eos_token_ids", "num_weight_tensors", "weight_bytes", "page_size", "attention_backend", "kv_capacity", "forward_counts", "state", "model_path", "weight_version", "weights_path", "max_running_requests")
+    __slots__ = ("instance_id", "rollsync_version", "architecture", "dtype", "device", "vocab_size", "context_length", "eos_token_ids", "num_weight_tensors", "weight_bytes", "page_size", "attention_backend", "kv_capacity", "forward_counts", "state", "model_path", "weight_version", "weights_path", "max_running_requests", "weights_address")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLLSYNC_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -396,6 +396,7 @@ class GetEngineInfoResponse(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     rollsync_version: str
     architecture: str
@@ -415,7 +416,8 @@ class GetEngineInfoResponse(_message.Message):
     weight_version: int
     weights_path: str
     max_running_requests: int
-    def __init__(self, instance_id: _Optional[str] = ..., rollsync_version: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_weight_tensors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., attention_backend: _Optional[str] = ..., kv_capacity: _Optional[_Union[KvCapacity, _Mapping]] = ..., forward_counts: _Optional[_Union[ForwardCounts, _Mapping]] = ..., state: _Optional[_Union[EngineState, _Mapping]] = ..., model_path: _Optional[str] = ..., weight_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., max_running_requests: _Optional[int] = ...) -> None: ...
+    weights_address: int
+    def __init__(self, instance_id: _Optional[str] = ..., rollsync_version: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_weight_tensors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., attention_backend: _Optional[str] = ..., kv_capacity: _Optional[_Union[KvCapacity, _Mapping]] = ..., forward_counts: _Optional[_Union[ForwardCounts, _Mapping]] = ..., state: _Optional[_Union[EngineState, _Mapping]] = ..., model_path: _Optional[str] = ..., weight_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., max_running_requests: _Optional[int] = ..., weights_address: _Optional[int] = ...) -> None: ...
 
 class WatchEngineRequest(_message.Message):
     __slots__ = ()

@@ -17,36 +17,45 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
-from tests.tiny import load_reference
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.send_disk import DiskDirectory
 from trainers_adapters.send_distributed import BroadcastGroup
 from trainers_adapters.send_ipc import IpcArena
 from trainers_adapters.send_tensor import TensorStream
 from trainers_adapters.sending import Outgoing, Sender
-from trainers_adapters.sources import ModuleSource
-from weight_updater.requests import BeginUpdate, Staging
+from weight_updater.checksum import checksum
+from weight_updater.requests import BeginUpdate, Manifest, Staging, TensorSpec
 
 
-class DyingSource(ModuleSource):
-    """Yields half of its tensors; then the process is gone."""
+class DyingSource:
+    """Tensors of a file, times 3; yields half of them, then the process is gone."""
 
     dies = False
 
+    def __init__(self, model_dir: Path) -> None:
+        self._named = {
+            name: tensor * 3 for name, tensor in load_file(model_dir / "model.safetensors").items()
+        }
+
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, item in enumerate(super().__iter__()):
-            if self.dies and index == len(self.names) // 2:
+        for index, item in enumerate(self._named.items()):
+            if self.dies and index == len(self._named) // 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield item
 
+    def manifest(self, *, checksums: bool = True) -> Manifest:
+        return Manifest(
+            tuple(
+                TensorSpec(name, "float32", tuple(tensor.shape), checksum(tensor))
+                for name, tensor in self._named.items()
+            )
+        )
+
 
 def main(address: str, model_dir: str, path: str, staging: str, work_dir: str) -> None:
-    model = load_reference(Path(model_dir))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    source = DyingSource(model)
+    source = DyingSource(Path(model_dir))
     sender: Sender = {
         "disk": lambda: DiskDirectory(work_dir),
         "tensor": lambda: TensorStream(chunk_bytes=1024),
@@ -62,7 +71,8 @@ def main(address: str, model_dir: str, path: str, staging: str, work_dir: str) -
     source.dies = True
     if path == "distributed":
         threading.Thread(
-            target=sender.send, args=(client, begun, Outgoing(source, outgoing.manifest, time.monotonic() + 60.0))
+            target=sender.send,
+            args=(client, begun, Outgoing(source, outgoing.manifest, time.monotonic() + 60.0)),
         ).start()
         sender.beside(begun, outgoing)
     else:
