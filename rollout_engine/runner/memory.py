@@ -25,7 +25,10 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     """Zeros. On a CPU memory is taken page by page as it is written, so a large pool costs what is used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    # Private: MADV_DONTNEED on a shared mapping (Python's default) frees nothing and keeps the contents.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def discard_contents(tensor: torch.Tensor) -> int:
