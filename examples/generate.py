@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from trainers_adapters import RollsyncError, RolloutClient
+from trainers_adapters import RolloutClient, RollsyncError
 
 
 def main() -> None:

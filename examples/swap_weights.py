@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from trainers_adapters import (
     IpcArena,
     ModuleSource,
-    RollsyncError,
     RolloutClient,
+    RollsyncError,
     WeightsClient,
     push_weights,
 )
@@ -40,8 +40,8 @@ def main() -> None:
         report = push_weights(ModuleSource(model), weights, via=arena, keep_previous=True)
         reply = report.replies[address]
         print(
-            f"pushed {reply.num_tensors} tensors, {reply.num_bytes / 1e6:.0f} MB, {reply.num_changed} changed, in "
-            f"{report.seconds * 1e3:.0f} ms; generation paused for {report.pause_seconds * 1e3:.0f} ms"
+            f"pushed {reply.num_tensors} tensors, {reply.num_bytes / 1e6:.0f} MB, {reply.num_changed} new: "
+            f"{report.seconds * 1e3:.0f} ms, of which generation paused {report.pause_seconds * 1e3:.0f} ms"
         )
         show("after")
         weights.rollback()
