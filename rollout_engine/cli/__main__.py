@@ -1,7 +1,5 @@
 """`python -m rollout_engine.cli` is the `rollsync` command."""
 
-import sys
-
 from rollout_engine.cli.main import main
 
-sys.exit(main())
+main()
