@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -234,6 +235,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=REPOSITORY / "demo_out", help="plot and weights go here")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS, help="used in turn")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine is stopped then, too
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()

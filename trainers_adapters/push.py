@@ -181,8 +181,9 @@ class _Push:
         self._clients = clients
         self._sender = sender
         self._update = update
-        manifest = source.manifest(checksums=not update.skip_checksums)
-        self._outgoing = Outgoing(source, manifest, self._started + timeout_s)
+        verify = not update.skip_checksums
+        manifest = source.manifest(checksums=verify and not sender.hashes_bytes)
+        self._outgoing = Outgoing(source, manifest, verify, self._started + timeout_s)
         self._pool = ThreadPoolExecutor(len(clients) + 1, thread_name_prefix="push")
 
     def run(self) -> PushReport:

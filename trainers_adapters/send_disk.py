@@ -22,18 +22,18 @@ class DiskDirectory(Sender):
     """
 
     path: ClassVar[Path] = Path.DISK
+    hashes_bytes: ClassVar[bool] = True
 
     def __init__(self, directory: FilePath | str, *, max_shard_bytes: int = 5 << 30) -> None:
         self._directory = os.path.abspath(directory)
         self._max_shard_bytes = max_shard_bytes
 
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
-        has_checksums = any(spec.checksum is not None for spec in outgoing.manifest.tensors)
         save_weights(
             self._directory,
             outgoing.source,
             max_shard_bytes=self._max_shard_bytes,
-            checksums=has_checksums,
+            checksums=outgoing.verify,
         )
         return {"directory": self._directory, "manifest": None, "manifest_digest": "", "checksums": ()}
 

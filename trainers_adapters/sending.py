@@ -20,10 +20,11 @@ from weight_updater.requests import BeginReply, Manifest, Path, UpdateReply
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One push: what is sent, and until when (time.monotonic())."""
+    """One push: what is sent, whether with checksums, and until when (time.monotonic())."""
 
     source: Source
     manifest: Manifest
+    verify: bool
     deadline: float
 
     @property
@@ -36,6 +37,8 @@ class Sender:
     """One path. Methods in the order in which push_weights calls them."""
 
     path: ClassVar[Path]
+    hashes_bytes: ClassVar[bool] = False
+    """The sender hashes what it sends while it passes by, so the manifest need not."""
 
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
         """Once, before BeginUpdate: put the bytes where they will be fetched. Gives BeginUpdate fields."""
