@@ -96,7 +96,7 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
     info = _info(config, runner, updater, arithmetic)
     engine = Engine(
         runner=runner,
-        scheduler=Scheduler(_limits(config, runner, num_pages)),
+        scheduler=Scheduler(scheduler_limits(config, runner, num_pages)),
         updater=updater,
         channel=channel,
         uploads=uploads,
@@ -118,7 +118,8 @@ def _default_pages(
     return min(capacity.num_pages(available_bytes, bytes_per_page), most)
 
 
-def _limits(config: ServeConfig, runner: ModelRunner, num_pages: int) -> Limits:
+def scheduler_limits(config: ServeConfig, runner: ModelRunner, num_pages: int) -> Limits:
+    """What the scheduler may use, from the configuration and the model."""
     return Limits(
         num_pages=num_pages,
         page_size=config.page_size,
