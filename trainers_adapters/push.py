@@ -183,7 +183,7 @@ class _Push:
         self._update = update
         verify = not update.skip_checksums
         manifest = source.manifest(checksums=verify and not sender.hashes_bytes)
-        self._outgoing = Outgoing(source, manifest, verify, self._started + timeout_s)
+        self._outgoing = Outgoing(source, manifest, self._started + timeout_s, verify)
         self._pool = ThreadPoolExecutor(len(clients) + 1, thread_name_prefix="push")
 
     def run(self) -> PushReport:

@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any, ClassVar
 
-from weight_updater.groups import SenderGroup
-
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.sending import Outgoing, Sender
+from weight_updater.groups import SenderGroup
 from weight_updater.requests import BeginReply, InitGroup, Path, UpdateReply
 
 

@@ -20,12 +20,12 @@ from weight_updater.requests import BeginReply, Manifest, Path, UpdateReply
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One push: what is sent, whether with checksums, and until when (time.monotonic())."""
+    """One push: what is sent, until when (time.monotonic()), and whether with checksums."""
 
     source: Source
     manifest: Manifest
-    verify: bool
     deadline: float
+    verify: bool = True
 
     @property
     def seconds_left(self) -> float:

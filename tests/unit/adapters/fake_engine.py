@@ -296,7 +296,8 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
 @contextmanager
 def serving(engine: FakeEngine) -> Iterator[str]:
     """Run a fake engine on a free loopback port; gives host:port."""
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
+    pool = futures.ThreadPoolExecutor(max_workers=8)
+    server = grpc.server(pool)
     rollout_pb2_grpc.add_RolloutServicer_to_server(engine, server)
     weights_pb2_grpc.add_WeightsServicer_to_server(engine, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -305,3 +306,4 @@ def serving(engine: FakeEngine) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         server.stop(0).wait()
+        pool.shutdown()
