@@ -332,7 +332,7 @@ def test_200_cancelled_streams_leave_nothing_running(tmp_path):
             stream.cancel()
         wait_until(lambda: front.running.engine.state.num_running == 0, 5, "num_running 0")
         wait_until(lambda: front.running.engine.state.num_free_pages == 100, 5, "all pages free")
-        assert front.on_loop(lambda: len(front.running.engine.requests)) == 0
+        wait_until(lambda: front.on_loop(lambda: len(front.running.engine.requests)) == 0, 5, "no request")
 
 
 @pytest.mark.case("B121")

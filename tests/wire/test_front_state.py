@@ -152,8 +152,10 @@ def test_health_watch_follows_the_engine(tmp_path):
     with serving(tmp_path, die_on="FlushCache") as front:
         watch = health_pb2_grpc.HealthStub(front.channel).Watch(health_pb2.HealthCheckRequest(), timeout=10)
         assert next(watch).status == SERVING
-        front.rollout.FlushCache.future(pb.FlushCacheRequest(), timeout=5)
+        # Held on to: a call that nobody holds is cancelled, perhaps before it is sent.
+        dying = front.rollout.FlushCache.future(pb.FlushCacheRequest(), timeout=5)
         assert next(watch).status == NOT_SERVING
+        assert dying.exception() is not None
         watch.cancel()
 
 
