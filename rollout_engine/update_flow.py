@@ -24,7 +24,15 @@ from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
-from weight_updater.requests import BeginReply, BeginUpdate, Inflight, StageSeconds, UpdateReply, UpdateState
+from weight_updater.requests import (
+    BeginReply,
+    BeginUpdate,
+    FromDistributed,
+    Inflight,
+    StageSeconds,
+    UpdateReply,
+    UpdateState,
+)
 from weight_updater.updater import WeightUpdater
 
 
@@ -92,6 +100,7 @@ class UpdateFlow:
         self._copy_bytes_per_second = copy_bytes_per_second
         self._num_receiving = 0
         self._feeding_call = -1
+        self._receiving_group = ""
         self._num_committing = 0
         self._settled = Settled()
 
@@ -133,6 +142,8 @@ class UpdateFlow:
         """End an update; a receiver that is still at work is made to stop first."""
         if self._num_receiving and self._is_open(command.update_id):
             self._uploads.interrupt(self._feeding_call)
+            if group := self._receiving_group:  # a collective ends only with its group
+                yield OffLoop(lambda: self._updater.groups.destroy(group))
             yield Until(lambda: self._num_receiving == 0)
         found, torn = self._updater.abort(command.update_id)
         self._release_device()
@@ -189,6 +200,7 @@ class UpdateFlow:
                 self._settled = yield from self._settle(opened.request.inflight)
                 self._gate.park()
             self._feeding_call = call_id
+            self._receiving_group = request.group_name if isinstance(request, FromDistributed) else ""
             error: Exception | None = None
             try:
                 yield OffLoop(receive.run)
