@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -34,6 +35,9 @@ from weight_updater.requests import (
     UpdateState,
 )
 from weight_updater.updater import WeightUpdater
+
+MAX_REMEMBERED = 64
+"""Committed updates whose reply is kept for callers that ask again; at least as many as WeightUpdater's."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,6 +107,7 @@ class UpdateFlow:
         self._receiving_group = ""
         self._num_committing = 0
         self._settled = Settled()
+        self._completed: OrderedDict[str, UpdateReply] = OrderedDict()
 
     def begin(self, command: messages.Begin) -> Flow:
         """Open an update; the reply means that nothing about it can be known to fail yet."""
@@ -116,7 +121,7 @@ class UpdateFlow:
         try:
             if command.begin is None:
                 return (yield from self._receive(command.call_id, request))
-            if command.begin.update_id and (done := self._updater.replay(command.begin.update_id)):
+            if command.begin.update_id and (done := self._replay(command.begin.update_id)):
                 return done
             begun = yield from self._begin(command.begin)
             request = dataclasses.replace(request, update_id=begun.update_id)
@@ -187,7 +192,7 @@ class UpdateFlow:
         return reply
 
     def _receive(self, call_id: int, request: messages.FromAny) -> Flow:
-        if request.update_id and (done := self._updater.replay(request.update_id)):
+        if request.update_id and (done := self._replay(request.update_id)):
             return done
         chunks = self._uploads.chunks(call_id) if self._uploads.is_open(call_id) else None
         receive = self._updater.receiver(request, chunks)
@@ -228,7 +233,7 @@ class UpdateFlow:
             self._num_committing -= 1
 
     def _commit(self, update_id: str) -> Flow:
-        if (done := self._updater.replay(update_id)) is not None:
+        if (done := self._replay(update_id)) is not None:
             return done
         yield from self._verify(update_id)
         opened = self._updater.open
@@ -283,7 +288,7 @@ class UpdateFlow:
         pause = self._gate.unpark()
         seconds: StageSeconds = dataclasses.replace(reply.seconds, pause=pause, wait=settled.wait_seconds)
         busy = seconds.transfer + (pause if reply.state is UpdateState.COMMITTED else 0.0)
-        return dataclasses.replace(
+        complete = dataclasses.replace(
             reply,
             seconds=seconds,
             gb_per_s=reply.num_bytes / busy / 1e9 if busy > 0 else 0.0,
@@ -292,6 +297,17 @@ class UpdateFlow:
             num_recomputed=settled.num_recomputed,
             num_kept=settled.num_kept,
         )
+        if reply.state is UpdateState.COMMITTED:
+            self._completed[reply.update_id] = complete
+        if len(self._completed) > MAX_REMEMBERED:
+            self._completed.popitem(last=False)
+        return complete
+
+    def _replay(self, update_id: str) -> UpdateReply | None:
+        """The reply of an update that has committed, as its caller got it (or should have)."""
+        if self._updater.replay(update_id) is None:
+            return None
+        return self._completed[update_id]
 
     # ------------------------------------------------------------ ends
 
