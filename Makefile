@@ -50,7 +50,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(RUN) -m pytest -m bench -s tests/benchmarks
+	$(RUN) -m tests.benchmarks.cpu
 
 proto:
 	@directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \

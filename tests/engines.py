@@ -37,13 +37,25 @@ class RunningEngine:
 
 
 @contextlib.contextmanager
-def serve(model: Path, *flags: str, token: str | None = None) -> Iterator[RunningEngine]:
+def serve(
+    model: Path, *flags: str, token: str | None = None, num_threads: int = 1
+) -> Iterator[RunningEngine]:
     """Start `rollsync serve` on `model`, wait until it is ready, and stop it afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         ready, log = Path(folder) / "ready.json", Path(folder) / "log"
         command = [sys.executable, "-m", "rollout_engine.cli", "serve", "--model", str(model), "--port", "0"]
-        command += ["--ready-file", str(ready), "--dtype", "float32", "--num-threads", "1", *flags]
-        env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"ROLLSYNC_TOKEN": token} if token else {})
+        command += [
+            "--ready-file",
+            str(ready),
+            "--dtype",
+            "float32",
+            "--num-threads",
+            str(num_threads),
+            *flags,
+        ]
+        env = (
+            os.environ | {"OMP_NUM_THREADS": str(num_threads)} | ({"ROLLSYNC_TOKEN": token} if token else {})
+        )
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
         try:

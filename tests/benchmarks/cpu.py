@@ -1,0 +1,151 @@
+"""The two-core part of the goals, on SmolLM2-135M in float32: `make bench`.
+
+    python -m tests.benchmarks.cpu [batch] [updates]
+
+Each row stands beside a floor or a peer that was measured in the same run.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollout_engine.models.packaged import packaged_smollm2
+from rollout_engine.sampling import SamplingParams
+from tests.benchmarks.table import Row, save, show
+from tests.engines import serve
+from tests.local_engine import LocalEngine
+from trainers_adapters import (
+    BroadcastGroup,
+    DiskDirectory,
+    IpcArena,
+    ModuleSource,
+    Request,
+    TensorStream,
+    push_weights,
+)
+from trainers_adapters.send_tensor import TensorSegment
+
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "models"
+NUM_REQUESTS = 16
+REPEATS = 5
+
+
+def workload(vocab_size: int) -> list[tuple[list[int], int]]:
+    """16 (prompt, output length) pairs; both lengths log-uniform in [16, 256], seed 0."""
+    rng = random.Random(0)
+
+    def length() -> int:
+        return round(math.exp(rng.uniform(math.log(16), math.log(256))))
+
+    pairs = [(length(), length()) for _ in range(NUM_REQUESTS)]
+    return [([rng.randrange(3, vocab_size) for _ in range(p)], o) for p, o in pairs]
+
+
+def seconds_of(function) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def batch(model_dir: Path) -> list[Row]:
+    """Tokens per second of a mixed batch: engine in process and through gRPC, against generate."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    work = workload(model.config.vocab_size)
+    num_tokens = sum(length for _, length in work)
+    longest = max(len(prompt) for prompt, _ in work)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in work])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in work])
+
+    def peer() -> None:
+        most = max(length for _, length in work)
+        options = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": True, "top_k": 0}
+        out = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
+        assert out.shape[1] == longest + most
+
+    engine = LocalEngine(model_dir, num_pages=1024)
+
+    def in_process() -> None:
+        engine.restart()
+        sequences = [
+            engine.submit(prompt, SamplingParams(max_tokens=length, ignore_eos=True, seed=i))[0]
+            for i, (prompt, length) in enumerate(work)
+        ]
+        engine.run()
+        assert [len(s.output_ids) for s in sequences] == [length for _, length in work]
+
+    in_process()  # warm-up
+    local = num_tokens / seconds_of(in_process)
+    reference = num_tokens / seconds_of(peer)
+    with serve(model_dir, "--num-pages", "1024", num_threads=torch.get_num_threads()) as running:
+        requests = [
+            Request(p, {"max_tokens": o, "ignore_eos": True, "seed": i}) for i, (p, o) in enumerate(work)
+        ]
+        running.rollout.generate_batch(requests[:2])
+        remote = num_tokens / seconds_of(lambda: running.rollout.generate_batch(requests))
+    peer_is = "transformers generate"
+    return [
+        Row("batch of 16, in process", local, "tok/s", reference, peer_is, local / reference, ">= 2x",
+            local >= 2 * reference),
+        Row("batch of 16, gRPC", remote, "tok/s", reference, peer_is, remote / reference, ">= 2x",
+            remote >= 2 * reference),
+    ]  # fmt: skip
+
+
+def updates(model_dir: Path) -> list[Row]:
+    """Seconds of push_weights, from its call to its return, for every path and two stagings."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    source = ModuleSource(model)
+    num_bytes = source.manifest(checksums=False).nbytes
+    here, there = torch.ones(num_bytes, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
+    floor = statistics.median(seconds_of(lambda: there.copy_(here)) for _ in range(REPEATS))
+    rows = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        flags = ("--weights-root", folder, "--num-pages", "64")
+        with serve(model_dir, *flags, num_threads=torch.get_num_threads()) as running:
+            senders = {
+                "disk": DiskDirectory(folder),
+                "distributed": BroadcastGroup(),
+                "tensor stream": TensorStream(),
+                "tensor shared memory": TensorSegment(),
+                "ipc": IpcArena(),
+            }
+            for path, sender in senders.items():
+                with sender:
+                    for staging in ("host", "none"):
+                        rows.append(_update(source, running, path, sender, staging, floor))
+    return rows
+
+
+def _update(source, running, path: str, sender, staging: str, floor: float) -> Row:
+    taken, pauses = [], []
+    for _ in range(REPEATS + 1):
+        report = push_weights(source, running.weights, via=sender, staging=staging)
+        taken.append(report.seconds)
+        pauses.append(report.pause_seconds)
+    value, pause = statistics.median(taken[1:]), statistics.median(pauses[1:])
+    what, goal = f"update by {path}, staging {staging}", "< 1 s"
+    return Row(what, value, "s", floor, "one copy", value / floor, goal, value < 1.0, f"pause {pause:.2f} s")
+
+
+def main() -> None:
+    chosen = sys.argv[1:] or ["batch", "updates"]
+    model_dir = packaged_smollm2(CACHE)
+    rows: list[Row] = []
+    for name in chosen:
+        print(f"measuring: {name} ...", flush=True)
+        rows += {"batch": batch, "updates": updates}[name](model_dir)
+    show(rows)
+    print(f"written: {save(rows, 'cpu')}")
+
+
+if __name__ == "__main__":
+    main()
