@@ -83,9 +83,16 @@ class Control:
         if command.mode == "wait":
             self._gate.num_draining += 1
             try:
-                yield Until(lambda: not self._scheduler.started)
+                yield Until(lambda: not self._scheduler.started or self._gate.paused_by_user)
             finally:
                 self._gate.num_draining -= 1
+            if self._scheduler.started:
+                raise EngineError(
+                    Reason.BUSY,
+                    f"pause mode wait would never end: generation is paused already, with "
+                    f"{len(self._scheduler.started)} sequences in flight; continue generation first, or use "
+                    f"keep, abort or retract",
+                )
         elif command.mode == "abort":
             for sequence in self._scheduler.live:
                 self._requests.finish(sequence, "abort", "", self._updater.version)
@@ -121,7 +128,8 @@ class Control:
                 continue
             if tag == "weights":
                 self._updater.discard()
-                released += self._runner.release_weights()
+                if self._updater.owns_memory:  # an adopted arena is the trainer's to free
+                    released += self._runner.release_weights()
             elif tag == "kv_cache":
                 self._scheduler.flush()
                 released += self._runner.release_kv()
@@ -136,7 +144,8 @@ class Control:
             if tag not in self.released_tags:
                 continue
             if tag == "weights":
-                resumed += self._runner.resume_weights()
+                needed = self._runner.resume_weights()
+                resumed += needed if self._updater.owns_memory else 0
             elif tag == "kv_cache":
                 resumed += self._runner.resume_kv()
             self.released_tags.remove(tag)

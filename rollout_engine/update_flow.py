@@ -25,6 +25,7 @@ from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
+from weight_updater.open_update import OpenUpdate
 from weight_updater.requests import (
     BeginReply,
     BeginUpdate,
@@ -105,7 +106,7 @@ class UpdateFlow:
         self._num_receiving = 0
         self._feeding_call = -1
         self._receiving_group = ""
-        self._num_committing = 0
+        self._num_working = 0  # flows at work on the open update; its lease waits for them
         self._settled = Settled()
         self._completed: OrderedDict[str, UpdateReply] = OrderedDict()
 
@@ -144,20 +145,22 @@ class UpdateFlow:
         return (yield from self._commit(command.update_id))
 
     def abort(self, command: messages.AbortUpdate) -> Flow:
-        """End an update; a receiver that is still at work is made to stop first."""
-        if self._num_receiving and self._is_open(command.update_id):
+        """End an update; a receiver that is still at work has stopped when this replies."""
+        found, torn = self._updater.abort(command.update_id)  # from here on the receiver writes nothing
+        if found and self._num_receiving:
             self._uploads.interrupt(self._feeding_call)
             if group := self._receiving_group:  # a collective ends only with its group
                 yield OffLoop(lambda: self._updater.groups.destroy(group))
             yield Until(lambda: self._num_receiving == 0)
-        found, torn = self._updater.abort(command.update_id)
         self._release_device()
         return {"found": found, "torn": torn}
 
     def rollback(self, command: messages.Rollback) -> Flow:
         """Bring the previous version back."""
+        self._updater.check_rollback()  # before a sequence is disturbed
         self._refuse_endless_wait(command.inflight)
         settled = yield from self._settle(command.inflight)
+        self._updater.check_rollback()  # an update that began meanwhile may hold the device
         self._gate.park()
         try:
             reply = self._updater.rollback()
@@ -169,10 +172,10 @@ class UpdateFlow:
 
     def tick(self, now: float) -> None:
         """Once in each turn: leases, and what an update's end leaves behind."""
-        if self._updater.open is not None and (self._num_receiving or self._num_committing):
+        if self._updater.open is not None and (self._num_receiving or self._num_working):
             self._updater.renew(self._updater.open.update_id, 0.0)  # this engine is the one at work
         self._updater.tick(now)
-        if self._updater.open is None and not self._num_committing:
+        if self._updater.open is None and not self._num_working:
             self._release_device()
         if self._updater.torn_reason:
             for sequence in self._scheduler.live:
@@ -184,11 +187,17 @@ class UpdateFlow:
         manifest = yield OffLoop(lambda: self._updater.resolve(request))
         paused = self._gate.paused_by_user
         reply: BeginReply = self._updater.begin(request, manifest, paused=paused)
-        self._settled = Settled()
         opened = self._updater.open
-        if opened is not None and opened.adopt:  # the trainer may write from this reply on
-            self._settled = yield from self._settle(opened.request.inflight)
-            self._gate.park()
+        if not self._gate.parked_by_update:  # else a repeated call: what was settled stays counted
+            self._settled = Settled()
+        if opened is not None and opened.adopt and not self._gate.parked_by_update:
+            self._num_working += 1
+            try:
+                self._settled = yield from self._settle(request.inflight, reply.update_id)
+            finally:
+                self._num_working -= 1
+            self._require_open(reply.update_id)
+            self._gate.park()  # the trainer may write from this reply on
         return reply
 
     def _receive(self, call_id: int, request: messages.FromAny) -> Flow:
@@ -197,15 +206,17 @@ class UpdateFlow:
         chunks = self._uploads.chunks(call_id) if self._uploads.is_open(call_id) else None
         receive = self._updater.receiver(request, chunks)
         self._num_receiving += 1
+        self._feeding_call = call_id
+        self._receiving_group = request.group_name if isinstance(request, FromDistributed) else ""
         try:
             if receive.writes_live and not self._gate.parked_by_update:
                 opened = self._updater.open
                 assert opened is not None
                 self._refuse_endless_wait(opened.request.inflight)
-                self._settled = yield from self._settle(opened.request.inflight)
+                self._settled = yield from self._settle(opened.request.inflight, opened.update_id)
+                if not self._is_open(opened.update_id):
+                    return self._updater.received(receive, None)  # raises what ended it
                 self._gate.park()
-            self._feeding_call = call_id
-            self._receiving_group = request.group_name if isinstance(request, FromDistributed) else ""
             error: Exception | None = None
             try:
                 yield OffLoop(receive.run)
@@ -220,9 +231,10 @@ class UpdateFlow:
             raise
 
     def _verify(self, update_id: str) -> Flow:
+        yield Until(lambda: not self._num_working)
         if self._updater.verified(update_id):
             return
-        self._num_committing += 1
+        self._num_working += 1
         try:
             yield OffLoop(lambda: self._updater.verify(update_id))
         except UpdateError as error:
@@ -230,45 +242,46 @@ class UpdateFlow:
                 self._end_failed(update_id, error)
             raise
         finally:
-            self._num_committing -= 1
+            self._num_working -= 1
 
     def _commit(self, update_id: str) -> Flow:
+        yield Until(lambda: not self._num_working)  # a repeated call gets the reply of the first
         if (done := self._replay(update_id)) is not None:
             return done
         yield from self._verify(update_id)
-        opened = self._updater.open
-        if opened is None or opened.update_id != update_id:
-            raise UpdateRefused(Reason.UNKNOWN_UPDATE, f"no update {update_id!r} is open")
-        if self._num_committing:
-            raise UpdateRefused(
-                Reason.WRONG_STATE, f"update {update_id!r} is being committed by another call"
-            )
+        opened = self._require_open(update_id)
         settled = self._settled
         parked_before = self._gate.parked_by_update
-        self._num_committing += 1
+        self._num_working += 1
         try:
             if not parked_before:
                 self._refuse_endless_wait(opened.request.inflight)
-                settled = yield from self._settle(opened.request.inflight)
+                settled = yield from self._settle(opened.request.inflight, update_id)
+                self._require_open(update_id)
                 self._gate.park()
             reply = self._updater.commit(update_id)
         except UpdateError:
-            if not parked_before or self._updater.open is None:
+            if self._updater.open is None or (not parked_before and self._is_open(update_id)):
                 self._gate.unpark()
             raise
         finally:
-            self._num_committing -= 1
+            self._num_working -= 1
         self._scheduler.on_commit(self._updater.commit_sequence)
         return self._complete(reply, settled)
 
-    def _settle(self, inflight: Inflight) -> Flow:
-        """Bring the sequences in flight to where a commit may come, and count them."""
+    def _settle(self, inflight: Inflight, update_id: str = "") -> Flow:
+        """Bring the sequences in flight to where a commit may come, and count them.
+
+        An update that ends meanwhile ends the wait; the caller looks.
+        """
         settled = Settled()
         if inflight is Inflight.WAIT:
             started = time.monotonic()
             self._gate.num_draining += 1
             try:
-                yield Until(lambda: not self._scheduler.started)
+                yield Until(
+                    lambda: not self._scheduler.started or bool(update_id and not self._is_open(update_id))
+                )
             finally:
                 self._gate.num_draining -= 1
             settled.wait_seconds = time.monotonic() - started
@@ -324,6 +337,13 @@ class UpdateFlow:
 
     def _is_open(self, update_id: str) -> bool:
         return self._updater.open is not None and self._updater.open.update_id == update_id
+
+    def _require_open(self, update_id: str) -> OpenUpdate:
+        """The open update of this id; if it has ended, raise what ended it."""
+        self._updater.verified(update_id)
+        opened = self._updater.open
+        assert opened is not None
+        return opened
 
     def _refuse_endless_wait(self, inflight: Inflight) -> None:
         if inflight is Inflight.WAIT and self._gate.paused_by_user and self._scheduler.started:

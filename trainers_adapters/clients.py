@@ -42,8 +42,10 @@ class Client:
         else:
             self._channel = grpc.secure_channel(address, tls.credentials(), options=CHANNEL_OPTIONS)
         self._stub = type(self).stub_class(self._channel)
+        self._closed = False
 
     def close(self) -> None:
+        self._closed = True
         self._channel.close()
 
     def __enter__(self: C) -> C:
@@ -53,6 +55,8 @@ class Client:
         self.close()
 
     def _start(self, call: Unary[Any] | Stream[Any] | Gathered[Any]) -> Any:
+        if self._closed:
+            raise RollsyncError("CANCELLED", "CLOSED", f"this client of {self.address} is closed")
         method = getattr(self._stub, call.method)
         return method(call.request, timeout=call.timeout_s, metadata=self._where.metadata)
 

@@ -100,24 +100,32 @@ class LiveWeights:
             )
         return reply
 
-    def rollback(self) -> UpdateReply:
-        """Bring the previous version back in one exchange.
+    def check_rollback(self) -> Previous:
+        """What `rollback` would bring back.
 
         Raises:
-            UpdateRefused: NO_PREVIOUS, WRONG_STATE, or a fault that was undone. WeightsTorn.
+            UpdateRefused: NO_PREVIOUS, WRONG_STATE (torn).
         """
-        previous = self.previous
         if self.torn_reason:
             raise UpdateRefused(
                 Reason.WRONG_STATE,
                 f"the weights are torn ({self.torn_reason}); only a full update makes them whole",
             )
-        if previous is None:
+        if self.previous is None:
             raise UpdateRefused(
                 Reason.NO_PREVIOUS,
                 "no previous version is kept: the last commit came without keep_previous, was rolled back "
                 "already, or a newer update has used its staging buffer",
             )
+        return self.previous
+
+    def rollback(self) -> UpdateReply:
+        """Bring the previous version back in one exchange.
+
+        Raises:
+            UpdateRefused: what `check_rollback` raises, or a fault that was undone. WeightsTorn.
+        """
+        previous = self.check_rollback()
         write = Exchange(
             self._target.buffer,
             self._buffers.get(previous.staging),

@@ -88,6 +88,11 @@ class WeightUpdater:
         return self._live.torn_reason
 
     @property
+    def owns_memory(self) -> bool:
+        """Whether the live weights are the engine's own memory, not an adopted arena."""
+        return self._live.adopted is None
+
+    @property
     def weights_path(self) -> str:
         """Directory of the last committed disk update; "" before the first."""
         return self._live.weights_path
@@ -146,8 +151,8 @@ class WeightUpdater:
             doing = "receiving" if update.receiving else "prepared"
             raise UpdateRefused(Reason.WRONG_STATE, f"update {update.update_id} is {doing} already")
         update.touch()
-        if chunks is None and update.state is UpdateState.RECEIVED and request in update.finished:
-            return Receive(update, request, lambda: None)  # a repeated call, its bytes are here
+        if update.state is UpdateState.RECEIVED and request in update.finished:
+            return Receive(update, request, lambda: _skip(chunks))  # a repeated call, its bytes are here
         work = self._receivers.work(update, request, chunks)
         if self._live.previous is not None and self._live.previous.staging is update.staging:
             self._live.previous = None  # its bytes are about to be overwritten
@@ -261,16 +266,21 @@ class WeightUpdater:
         ended = self._end(UpdateRefused(Reason.UNKNOWN_UPDATE, f"update {update_id} was aborted"))
         return True, isinstance(ended, WeightsTorn)
 
-    def rollback(self) -> UpdateReply:
-        """LOOP, while no forward pass runs. Bring back the version that `keep_previous` kept.
-
-        Raises:
-            UpdateRefused: UPDATE_IN_PROGRESS, NO_PREVIOUS, WRONG_STATE (torn). WeightsTorn: a fault.
-        """
+    def check_rollback(self) -> None:
+        """LOOP. Raise UpdateRefused (UPDATE_IN_PROGRESS, NO_PREVIOUS, WRONG_STATE) if `rollback` would."""
         if self.open is not None:
             raise UpdateRefused(
                 Reason.UPDATE_IN_PROGRESS, f"update {self.open.update_id} is open; commit or abort it first"
             )
+        self._live.check_rollback()
+
+    def rollback(self) -> UpdateReply:
+        """LOOP, while no forward pass runs. Bring back the version that `keep_previous` kept.
+
+        Raises:
+            UpdateRefused: what `check_rollback` raises. WeightsTorn: a fault.
+        """
+        self.check_rollback()
         try:
             return self._live.rollback()
         except WeightsTorn as error:
@@ -367,6 +377,12 @@ class WeightUpdater:
         """Trainers' memory that no open update and no slot uses may be unmapped again."""
         adopted = self._live.adopted
         self._receivers.mappings.pinned = set() if adopted is None else {adopted.allocation_id}
+
+
+def _skip(chunks: Chunks | None) -> None:
+    """WORKER. Let a stream run to its end; its sender waits for that."""
+    for _ in chunks or ():
+        pass
 
 
 def _after(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:

@@ -34,6 +34,7 @@ class Upload:
         self._engine = engine
         self._call_id, self._reply = engine.begin_call(m.Update, tensor=request, begin=begin)
         self._ended = False
+        self._confirming = False
 
     async def run(
         self,
@@ -56,6 +57,9 @@ class Upload:
             if feeding.done() and not self._reply.done():
                 feeding.result()  # a bad message ends the call here
                 await asyncio.wait({self._reply})
+            elif self._confirming:
+                # Sending headers is not to be cut off: the call's status would never be sent after that.
+                await asyncio.wait({feeding})
             return self._reply.result()
         finally:
             feeding.cancel()
@@ -85,6 +89,7 @@ class Upload:
                 self._engine.send(
                     m.Chunk(self._call_id, chunk.tensor, chunk.offset + start, slot, len(piece))
                 )
+        self._confirming = True
         await confirm_end()
         self._end(complete=True)
 
