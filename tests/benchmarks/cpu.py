@@ -37,6 +37,8 @@ from trainers_adapters.send_tensor import TensorSegment
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "models"
 NUM_REQUESTS = 16
 REPEATS = 5
+BATCH_REPEATS = 3
+"""Of each side of the batch, in turn; a repeat takes about a minute."""
 
 
 def workload(vocab_size: int) -> list[tuple[list[int], int]]:
@@ -65,8 +67,7 @@ def batch(model_dir: Path) -> list[Row]:
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in work])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in work])
 
-    def peer() -> None:
-        most = max(length for _, length in work)
+    def peer(most: int) -> None:
         options = {"max_new_tokens": most, "min_new_tokens": most, "do_sample": True, "top_k": 0}
         out = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
         assert out.shape[1] == longest + most
@@ -82,15 +83,18 @@ def batch(model_dir: Path) -> list[Row]:
         engine.run()
         assert [len(s.output_ids) for s in sequences] == [length for _, length in work]
 
-    in_process()  # warm-up
-    local = num_tokens / seconds_of(in_process)
-    reference = num_tokens / seconds_of(peer)
+    most = max(length for _, length in work)
+    in_process()  # warm-up, of both sides
+    peer(8)
+    pairs = [(seconds_of(in_process), seconds_of(lambda: peer(most))) for _ in range(BATCH_REPEATS)]
+    local, reference = (num_tokens / statistics.median(side) for side in zip(*pairs, strict=True))
     with serve(model_dir, "--num-pages", "1024", num_threads=torch.get_num_threads()) as running:
         requests = [
             Request(p, {"max_tokens": o, "ignore_eos": True, "seed": i}) for i, (p, o) in enumerate(work)
         ]
         running.rollout.generate_batch(requests[:2])
-        remote = num_tokens / seconds_of(lambda: running.rollout.generate_batch(requests))
+        calls = [seconds_of(lambda: running.rollout.generate_batch(requests)) for _ in range(BATCH_REPEATS)]
+        remote = num_tokens / statistics.median(calls)
     peer_is = "transformers generate"
     return [
         Row("batch of 16, in process", local, "tok/s", reference, peer_is, local / reference, ">= 2x",
