@@ -62,15 +62,24 @@ class ServeConfig(BaseSettings):
     0.85 on a GPU, and 0.3 on a CPU, whose memory the trainer needs too."""
     context_length: int = Field(0, ge=0)
     """0 takes the model's."""
-    max_running_requests: int = Field(64, ge=1, le=4096)
+    max_running_requests: int = Field(0, ge=0, le=4096)
+    """Sequences of one forward pass; 0 takes 256 on a GPU and 64 on a CPU."""
     max_waiting_requests: int = Field(65536, ge=1)
-    max_prefill_tokens: int = Field(2048, ge=1)
-    """Prompt tokens of one forward pass; a longer prompt is cut into chunks of this size."""
+    max_prefill_tokens: int = Field(0, ge=0)
+    """Prompt tokens of one forward pass; a longer prompt is cut into chunks of this size. 0 takes 8192 on a
+    GPU and 2048 on a CPU."""
     chunked_prefill: bool = True
     mixed_batches: bool = True
     """Let prefill chunks and decode rows share a forward pass."""
     prefix_cache: bool = True
     attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
+    """auto takes flashinfer on a GPU where it is installed and fits the model, else torch."""
+    cuda_graphs: bool = True
+    """Capture decode passes on a GPU, if the attention backend can be captured."""
+    capture_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    """Batch sizes that decode graphs are captured for, up to max_running_requests; others are padded."""
+    overlap: bool | None = None
+    """Prepare the next forward pass while the device runs one; by default on a GPU only."""
     max_prompt_logits_rows: int = Field(512, ge=1)
     """Rows of logits computed at once for prompt log-probabilities."""
 
@@ -98,6 +107,18 @@ class ServeConfig(BaseSettings):
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
+
+    @field_validator("capture_batch_sizes", mode="before")
+    @classmethod
+    def _list_of_sizes(cls, sizes: Any) -> Any:
+        return tuple(sizes.split(",")) if isinstance(sizes, str) else sizes
+
+    @field_validator("capture_batch_sizes")
+    @classmethod
+    def _positive_sizes(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if any(size < 1 for size in sizes):
+            raise ValueError(f"every size must be at least 1, not {min(sizes)}")
+        return tuple(sorted(set(sizes)))
 
     @field_validator("weights_roots")
     @classmethod

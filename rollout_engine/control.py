@@ -101,6 +101,7 @@ class Control:
         elif command.mode != "keep":
             raise EngineError(Reason.INVALID_REQUEST, f"unknown pause mode {command.mode!r}")
         self._gate.paused_by_user = True
+        yield Until(lambda: not self._gate.in_flight)
         return {"num_running": len(self._scheduler.running)}
 
     def resume(self, command: messages.Continue) -> None:
@@ -133,6 +134,8 @@ class Control:
             elif tag == "kv_cache":
                 self._scheduler.flush()
                 released += self._runner.release_kv()
+            else:
+                released += self._runner.release_graphs()
             self.released_tags.append(tag)
         return {"bytes": released}
 
@@ -140,7 +143,7 @@ class Control:
         """Take memory again. Weights come back without contents: a full update must commit."""
         tags = self._known_tags(command.tags or list(self.released_tags))
         resumed = 0
-        for tag in tags:
+        for tag in sorted(tags, key=MEMORY_TAGS.index):  # graphs last: they are captured over the others
             if tag not in self.released_tags:
                 continue
             if tag == "weights":
@@ -148,6 +151,8 @@ class Control:
                 resumed += needed if self._updater.owns_memory else 0
             elif tag == "kv_cache":
                 resumed += self._runner.resume_kv()
+            else:
+                resumed += self._runner.resume_graphs()
             self.released_tags.remove(tag)
         return {"bytes": resumed, "needs_update": bool(self._updater.torn_reason)}
 

@@ -1,7 +1,11 @@
 """Engine: THE loop that owns the device, in a process of its own.
 
-One turn: take commands, advance the flows of updates, run one forward pass, tell what it gave. Nothing
-else touches the model, so no lock guards it and no forward pass can see two versions of the weights.
+One turn: take commands, advance the flows of updates, launch a forward pass, take in what the one before it
+gave. Nothing else touches the model, so no lock guards it and no forward pass can see two versions of the
+weights: whoever wants to change them parks the gate and waits until no pass is in flight.
+
+    host    launch n+1 | results of n .. | launch n+2 | results of n+1 ..
+    device    pass n .............| pass n+1 .................| pass n+2 ..
 
 Only what every command needs belongs here. Policy is in scheduler.py, requests in request_table.py, the
 life of an update in update_flow.py, everything else in control.py; engine_main.py builds it all.
@@ -16,6 +20,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from rollout_engine import messages
+from rollout_engine.batch.schedule import ScheduleBatch
 from rollout_engine.channel import Channel
 from rollout_engine.control import Control
 from rollout_engine.errors import EngineError
@@ -23,6 +28,7 @@ from rollout_engine.flows import FlowRunner
 from rollout_engine.replies import error_info, to_builtins
 from rollout_engine.request_table import RequestTable
 from rollout_engine.runner.model_runner import ModelRunner
+from rollout_engine.runner.pending import PendingStep
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
 from rollout_engine.update_flow import Gate, UpdateFlow
@@ -68,6 +74,8 @@ class Engine:
             updater, scheduler, self._gate, uploads, self._finish, copy_bytes_per_second
         )
         self._control = Control(self._gate, scheduler, self._requests, runner, updater, uploads, min_version)
+        self._in_flight: tuple[ScheduleBatch, PendingStep] | None = None
+        self._worked = False  # the last turn launched or took in a pass: flows may wait for what it did
         self._stop_at = float("inf")
         self._num_steps = 0
         self._num_generated_tokens = 0
@@ -99,7 +107,18 @@ class Engine:
         return self._scheduler.is_idle or time.monotonic() >= self._stop_at
 
     def _step(self) -> None:
-        """Run one forward pass, if there is one to run."""
+        """Launch a forward pass, if there is one to run, and take in the one before it."""
+        launched = self._launch()
+        self._worked = self._in_flight is not None or launched is not None
+        if self._in_flight is not None:
+            self._take_in(*self._in_flight)
+        if launched is not None and not self._runner.overlap:
+            self._take_in(*launched)
+            launched = None
+        self._in_flight = launched
+        self._gate.in_flight = launched is not None
+
+    def _launch(self) -> tuple[ScheduleBatch, PendingStep] | None:
         batch = None
         if self._gate.is_open and self._control.not_serving() is None:
             batch = self._scheduler.schedule(
@@ -111,12 +130,14 @@ class Engine:
             if self._scheduler.is_idle and not self._books_checked:
                 self._scheduler.check()
                 self._books_checked = True
-            return
+            return None
         self._books_checked = False
-        result = self._runner.forward(batch)
         self._num_steps += 1
         self._num_generated_tokens += len(batch.samples)
-        for sequence in self._scheduler.process(batch, result):
+        return batch, self._runner.launch(batch)
+
+    def _take_in(self, batch: ScheduleBatch, pending: PendingStep) -> None:
+        for sequence in self._scheduler.process(batch, pending.result()):
             self._requests.tell(sequence, self._updater.version)
 
     def _tell(self) -> None:
@@ -150,7 +171,8 @@ class Engine:
         """Handle what has come; sleep a little only if nothing can run."""
         can_run = self._gate.is_open and not self._scheduler.is_idle and self._control.not_serving() is None
         try:
-            command = self._inbox.get(block=not can_run, timeout=IDLE_TURN_SECONDS)
+            wait = not can_run and not self._worked
+            command = self._inbox.get(block=wait, timeout=IDLE_TURN_SECONDS)
             while True:
                 if command is not None:
                     self._handle(command)

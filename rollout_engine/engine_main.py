@@ -68,7 +68,8 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
     pre_model_load_bytes = runner.available_memory()
     runner.initialize()
     arena_bytes = runner.target.arena.nbytes
-    reserved = arena_bytes if config.reserve_device_staging else 2 * DEFAULT_BUCKET_BYTES
+    staging = arena_bytes if config.reserve_device_staging else 2 * DEFAULT_BUCKET_BYTES
+    reserved = staging + runner.working_bytes()
     fraction = config.mem_fraction_static or (0.85 if runner.target.device.type == "cuda" else 0.3)
     capacity = KvCapacity(pre_model_load_bytes, fraction, reserved)
     bytes_per_page = runner.model_config.bytes_per_token * config.page_size
@@ -83,6 +84,7 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
         roots=[str(config.model), *map(str, config.weights_roots)],
         device_staging=config.reserve_device_staging,
         initial_version=config.initial_version,
+        graphs=runner.decode_graph,
     )
     arithmetic = KvArithmetic(
         pre_model_load_bytes=pre_model_load_bytes,
@@ -114,7 +116,7 @@ def _default_pages(
 ) -> int:
     """Pages that fit in memory, but no more than the largest possible batch can use."""
     pages_per_sequence = -(-runner.model_config.context_length // config.page_size)
-    most = config.max_running_requests * pages_per_sequence
+    most = runner.max_running * pages_per_sequence
     return min(capacity.num_pages(available_bytes, bytes_per_page), most)
 
 
@@ -124,8 +126,8 @@ def scheduler_limits(config: ServeConfig, runner: ModelRunner, num_pages: int) -
         num_pages=num_pages,
         page_size=config.page_size,
         context_length=runner.model_config.context_length,
-        max_running=config.max_running_requests,
-        max_prefill_tokens=config.max_prefill_tokens,
+        max_running=runner.max_running,
+        max_prefill_tokens=runner.max_prefill_tokens,
         chunked_prefill=config.chunked_prefill,
         mixed_batches=config.mixed_batches,
         prefix_cache=config.prefix_cache,
@@ -157,7 +159,7 @@ def _info(
             forward_counts=dict(runner.forward_counts),
             model_path=str(config.model),
             weights_path=updater.weights_path or str(config.model),
-            max_running_requests=config.max_running_requests,
+            max_running_requests=runner.max_running,
             weights_address=runner.target.buffer.data_ptr(),
         )
 

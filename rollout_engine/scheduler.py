@@ -5,6 +5,9 @@ or prefills its next chunk. Then waiting ones are admitted while rows, prompt bu
 pages run out, idle pages of the prefix cache are evicted; then the last in order is preempted: its pages
 are freed and it waits to be computed anew. The first in order is never preempted, so there is always
 progress.
+
+A batch counts as computed once `schedule` has returned it, since passes run in the order of their launch:
+the next batch may be made up while one is in flight. `process` takes the results in, in the same order.
 """
 
 from __future__ import annotations
@@ -96,6 +99,8 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.pool_index < 0:
                 continue  # preempted by one before it
+            if sequence.must_wait or (sequence.num_launched and len(sequence) >= self.max_sequence_tokens):
+                continue
             if sequence.kv_commit != commit_sequence:
                 sequence.kv_commit = -1
             if _is_decode(sequence):
@@ -126,9 +131,10 @@ class Scheduler:
                 return
             if only_started and not sequence.output_ids:
                 continue
-            leader = sequence.leader
-            if leader is not None and leader.pool_index >= 0 and leader.num_computed < len(leader.prompt_ids):
-                continue  # its prompt is being computed; share it then
+            if sequence.num_launched:
+                continue  # preempted, and the last of its passes is still in flight
+            if _is_prefilling(sequence.leader):
+                continue  # share its prompt's pages then
             self._attach_cached(sequence, commit_sequence)
             needed = self.pool.pages_for(len(sequence) + 1) - len(sequence.pages)
             num_tokens = 1 if _is_decode(sequence) else self._chunk(sequence, budget)
@@ -205,21 +211,23 @@ class Scheduler:
     def process(self, batch: ScheduleBatch, result: StepResult) -> list[Sequence]:
         """Take in what a forward pass gave; returns the sequences with something new to tell."""
         told: dict[int, Sequence] = {}
-        for sequence_id, length in zip(batch.sequence_ids, batch.seq_lens, strict=True):
+        for sequence_id in batch.sequence_ids:
             if (sequence := self._live.get(sequence_id)) is not None:
-                sequence.num_computed = length
+                sequence.num_launched -= 1
         for scored, logprobs in zip(batch.prompt_logprobs, result.prompt_logprobs, strict=True):
             if (sequence := self._live.get(batch.sequence_ids[scored.row])) is not None:
                 self._take_prompt_logprobs(sequence, logprobs, batch, told)
         for i, sample in enumerate(batch.samples):
             sequence = self._live.get(batch.sequence_ids[sample.row])
             if sequence is not None:
+                sequence.num_unknown -= 1
                 self._take_sample(sequence, i, batch, result)
                 told[sequence.id] = sequence
         for sequence_id in batch.sequence_ids:
             if (sequence := self._live.get(sequence_id)) is not None:
                 self._cache_pages(sequence, batch.commit_sequence)
-                if sequence.samples_nothing and not sequence.num_pending and not sequence.finish_reason:
+                done = not sequence.num_pending and not sequence.num_launched
+                if sequence.samples_nothing and done and not sequence.finish_reason:
                     sequence.finish_reason = "length"
                     told[sequence_id] = sequence
         for sequence in told.values():
@@ -253,7 +261,10 @@ class Scheduler:
             sequence.hidden_states.append(result.hidden_states[i])
         if token_id in self._stop_ids(sequence):
             sequence.finish_reason = "stop"
-        elif len(sequence.output_ids) >= sequence.max_tokens or len(sequence) >= self.max_sequence_tokens:
+        elif (
+            len(sequence.output_ids) >= sequence.max_tokens
+            or len(sequence) - sequence.num_unknown >= self.max_sequence_tokens
+        ):
             sequence.finish_reason = "length"
 
     def _cache_pages(self, sequence: Sequence, commit_sequence: int) -> None:
@@ -261,7 +272,7 @@ class Scheduler:
         size = self.limits.page_size
         while sequence.kv_commit == commit_sequence and sequence.node is not None:
             start = sequence.num_node_pages * size
-            if start + size > sequence.num_computed:
+            if start + size > min(sequence.num_computed, len(sequence) - sequence.num_unknown):
                 return
             if not self.prefix.is_live(sequence.node):
                 sequence.node = None  # its prefix was evicted: a page without it could never be found
@@ -366,9 +377,13 @@ class Scheduler:
                 )
         if sequence.wants_hidden:
             batch.capture_hidden_mode = CaptureHiddenMode.LAST
+        sequence.num_computed = stop
+        sequence.num_launched += 1
+        if batch.samples and batch.samples[-1].row == row:
+            sequence.num_unknown += 1
 
     def _sample_row(self, row: int, sequence: Sequence) -> SampleRow:
-        may_stop = len(sequence.output_ids) >= sequence.params.min_tokens
+        may_stop = len(sequence.output_ids) + sequence.num_unknown >= sequence.params.min_tokens
         return SampleRow(
             row=row,
             params=sequence.params,
@@ -384,6 +399,13 @@ class Scheduler:
 def _is_decode(sequence: Sequence) -> bool:
     """One token to compute, and the next one to be drawn from it."""
     return sequence.num_pending == 1 and not sequence.samples_nothing and not sequence.wants_prompt_logprobs
+
+
+def _is_prefilling(leader: Sequence | None) -> bool:
+    """Whether a group's first sequence computes its prompt, or has just launched the last of it."""
+    if leader is None or leader.pool_index < 0:
+        return False
+    return leader.num_computed < len(leader.prompt_ids) or (leader.num_launched > 0 and not leader.output_ids)
 
 
 def _fail_nonfinite(sequence: Sequence) -> None:

@@ -3,6 +3,9 @@
 [0, num_cached)      KV found in the prefix cache (or shared with the group's first sequence)
 [0, num_computed)    KV valid
 [num_computed, len)  tokens that a forward pass must still compute; the last one's logits are sampled
+
+The counts follow what was launched. While a pass is in flight its sampled token is counted in `len`, but
+nobody on the host knows it yet: its id reads as UNKNOWN_TOKEN, which the device replaces by the real one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from dataclasses import dataclass, field
 from rollout_engine.kv.prefix import Node
 from rollout_engine.messages import SequenceOutput, Span
 from rollout_engine.sampling import SamplingParams
+
+UNKNOWN_TOKEN = -1
+"""Stands for a token that a pass in flight samples."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +54,9 @@ class Sequence:
 
     pages: list[int] = field(default_factory=list)
     pool_index: int = -1  # row of req_to_token_pool while running
-    num_computed: int = 0
+    num_computed: int = 0  # by passes that were launched
+    num_launched: int = 0  # passes in flight that it has a row in
+    num_unknown: int = 0  # output tokens that those passes sample
     num_cached: int = 0
     num_first_cached: int = -1  # prompt tokens cached at first admission, for the reply
     num_preemptions: int = 0
@@ -59,7 +67,7 @@ class Sequence:
     num_emitted: int = 0  # output tokens already sent
 
     def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+        return len(self.prompt_ids) + len(self.output_ids) + self.num_unknown
 
     @property
     def num_pending(self) -> int:
@@ -86,9 +94,25 @@ class Sequence:
         split = len(self.prompt_ids)
         if stop <= split:
             return self.prompt_ids[start:stop]
-        if start >= split:
-            return self.output_ids[start - split : stop - split]
-        return self.prompt_ids[start:] + self.output_ids[: stop - split]
+        known = self.output_ids[max(0, start - split) : stop - split]
+        if start < split:
+            known = self.prompt_ids[start:] + known
+        return known + [UNKNOWN_TOKEN] * (stop - start - len(known))
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether its next pass cannot be made up before the one in flight has come back.
+
+        Either that one ends it, whatever it samples, or the next one needs what it brings: prompt
+        log-probabilities are cut by how many are there, and penalties count tokens by their ids.
+        """
+        if not self.num_launched:
+            return False
+        return (
+            len(self.output_ids) + self.num_unknown >= self.max_tokens
+            or self.params.prompt_logprobs
+            or (self.num_unknown > 0 and self.params.has_penalties)
+        )
 
     def label(self, start: int, weight_version: int, commit_sequence: int) -> None:
         """Tokens from `start` on were sampled by these weights."""

@@ -47,6 +47,7 @@ class Gate:
 
     paused_by_user: bool = False
     parked_by_update: bool = False  # no forward pass may start
+    in_flight: bool = False  # a forward pass was launched and its results are not taken in yet
     num_draining: int = 0  # somebody waits until sequences in flight have finished
     parked_at: float = 0.0
 
@@ -58,9 +59,11 @@ class Gate:
     def paused_by(self) -> str:
         return "update" if self.parked_by_update else "user" if self.paused_by_user else ""
 
-    def park(self) -> None:
+    def park(self) -> Flow:
+        """Let no forward pass start, and wait until none is in flight: then the device is the update's."""
         if not self.parked_by_update:
             self.parked_by_update, self.parked_at = True, time.monotonic()
+        yield Until(lambda: not self.in_flight)
 
     def unpark(self) -> float:
         """Let forward passes start again; returns for how many seconds none could."""
@@ -161,11 +164,12 @@ class UpdateFlow:
         self._refuse_endless_wait(command.inflight)
         settled = yield from self._settle(command.inflight)
         self._updater.check_rollback()  # an update that began meanwhile may hold the device
-        self._gate.park()
+        yield from self._gate.park()
         try:
+            self._updater.check_rollback()
             reply = self._updater.rollback()
         except UpdateError:
-            self._gate.unpark()
+            self._release_device()
             raise
         self._scheduler.on_commit(self._updater.commit_sequence)
         return self._complete(reply, settled)
@@ -197,7 +201,8 @@ class UpdateFlow:
             finally:
                 self._num_working -= 1
             self._require_open(reply.update_id)
-            self._gate.park()  # the trainer may write from this reply on
+            yield from self._gate.park()  # the trainer may write from this reply on
+            self._require_open(reply.update_id)
         return reply
 
     def _receive(self, call_id: int, request: messages.FromAny) -> Flow:
@@ -216,7 +221,9 @@ class UpdateFlow:
                 self._settled = yield from self._settle(opened.request.inflight, opened.update_id)
                 if not self._is_open(opened.update_id):
                     return self._updater.received(receive, None)  # raises what ended it
-                self._gate.park()
+                yield from self._gate.park()
+                if not self._is_open(opened.update_id):
+                    return self._updater.received(receive, None)  # raises what ended it
             error: Exception | None = None
             try:
                 yield OffLoop(receive.run)
@@ -258,7 +265,8 @@ class UpdateFlow:
                 self._refuse_endless_wait(opened.request.inflight)
                 settled = yield from self._settle(opened.request.inflight, update_id)
                 self._require_open(update_id)
-                self._gate.park()
+                yield from self._gate.park()
+                self._require_open(update_id)
             reply = self._updater.commit(update_id)
         except UpdateError:
             if self._updater.open is None or (not parked_before and self._is_open(update_id)):

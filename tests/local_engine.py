@@ -30,6 +30,7 @@ class LocalEngine:
     def restart(self, **changes) -> None:
         """A fresh scheduler, with other switches, over the same model and pool."""
         config = self.config.model_copy(update=changes)
+        self.overlap = self.runner.overlap if config.overlap is None else config.overlap
         num_pages = changes.get("num_pages", self.config.num_pages)
         self.scheduler = Scheduler(scheduler_limits(config, self.runner, num_pages))
         self.requests = RequestTable(self.scheduler, max_waiting=4096)
@@ -49,13 +50,21 @@ class LocalEngine:
     def run(self, commit_sequence: int = 1) -> int:
         """Run until nothing is live; returns the number of steps."""
         num_steps = 0
-        while not self.scheduler.is_idle:
+        in_flight = None
+        while not self.scheduler.is_idle or in_flight is not None:
             batch = self.scheduler.schedule(1, commit_sequence)
-            assert batch is not None, "live sequences, and nothing can run"
-            self.modes.append(batch.forward_mode.name)
-            for sequence in self.scheduler.process(batch, self.runner.forward(batch)):
-                self.requests.tell(sequence, 1)
-            num_steps += 1
+            launched = None
+            if batch is not None:
+                self.modes.append(batch.forward_mode.name)
+                launched = (batch, self.runner.launch(batch))
+                num_steps += 1
+            assert launched or in_flight, "live sequences, and nothing can run"
+            if not self.overlap:
+                in_flight, launched = launched, None
+            if in_flight is not None:
+                for sequence in self.scheduler.process(in_flight[0], in_flight[1].result()):
+                    self.requests.tell(sequence, 1)
+            in_flight = launched
         self.scheduler.check()
         return num_steps
 

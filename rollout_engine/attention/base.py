@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from rollout_engine.batch.forward import ForwardBatch
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a backend must know before the first pass."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_pages: int  # that the rows of one pass can hold together, padding page included
+    dtype: torch.dtype
+    device: torch.device
+
+
+class DecodeGraphPlanner(Protocol):
+    """Attention of a captured decode pass of one batch size."""
+
+    def plan(self, pool_indices: list[int], seq_lens: list[int], page_table: Any) -> Any:
+        """HOST. Aim the captured kernels at these rows (fewer than the size: the rest is padding).
+
+        Returns what ForwardBatch.attn_plan must be when the pass is captured.
+        """
+
+
 class AttentionBackend(ABC):
     """Attention over the paged KV pool, for every layer of a step.
+
+    attends_to_pool: `attend` exists: it needs this step's keys and values in the pool only, so that one
+        kernel may compute and write them.
+    captures: `decode_graph_planner` gives one.
+    reads_token_pool: it looks pages up in req_to_token_pool on the device, which must then be kept filled.
 
     Once per step `plan(batch)`, then `run(...)` once per layer. A row's token at position p attends to
     positions [0, p] of its sequence. Position p of a row lies in the page of its first token slot at
@@ -19,6 +49,17 @@ class AttentionBackend(ABC):
     Padded tokens (graph capture at a larger shape) carry the pool's padding slot in `out_cache_loc` and
     rows of seq_len 1 that point at the padding page; what they compute is never read.
     """
+
+    attends_to_pool = False
+    captures = False
+    reads_token_pool = True
+
+    def warm_up(self) -> None:  # noqa: B027 - most have nothing to do
+        """Load or compile what the first pass would; may take a minute the first time."""
+
+    def decode_graph_planner(self, batch_size: int, padding_page: int) -> DecodeGraphPlanner:
+        """For capturing decode passes of `batch_size` rows, where `captures` says that is possible."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:
@@ -33,3 +74,10 @@ class AttentionBackend(ABC):
         q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim], all of the pool's dtype; any
         strides whose last is 1. Returns [T, num_heads, head_dim]. Must not synchronise.
         """
+
+    def attend(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """DEVICE. Attend over what lies in the pool; this step's keys and values are there already.
+
+        q: [T, num_heads, head_dim], contiguous. Returns the same shape. Must not synchronise.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs this step's keys and values; call run()")

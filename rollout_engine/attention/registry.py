@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import logging
 
 import torch
 
-from rollout_engine.attention.base import AttentionBackend
+from rollout_engine.attention.base import AttentionBackend, AttentionShape
 from rollout_engine.errors import ConfigError
 
-BACKENDS = {"torch": "rollout_engine.attention.torch_sdpa:TorchBackend"}
-AUTO = {"cpu": ("torch",), "cuda": ("flashinfer", "torch")}
-"""Device type -> what "auto" takes, in this order, of what is in BACKENDS."""
+logger = logging.getLogger(__name__)
+
+BACKENDS = {
+    "torch": "rollout_engine.attention.torch_sdpa:TorchBackend",
+    "flashinfer": "rollout_engine.attention.flashinfer:FlashInferBackend",
+}
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 
-def resolve_backend(name: str, device: torch.device) -> str:
-    """A key of BACKENDS for `name`, which may be "auto". Raises ConfigError listing what exists."""
-    if name == "auto":
-        return next(backend for backend in AUTO[device.type] if backend in BACKENDS)
-    if name not in BACKENDS:
+def resolve_backend(name: str, shape: AttentionShape) -> str:
+    """A key of BACKENDS for `name`, which may be "auto".
+
+    Raises:
+        ConfigError: it does not exist, or it was asked for and cannot run this model here.
+    """
+    if name not in (*BACKENDS, "auto"):
         raise ConfigError(f"attention_backend is {name!r}; there is {', '.join(sorted(BACKENDS))}")
-    return name
+    if name == "torch" or (name == "auto" and shape.device.type != "cuda"):
+        return "torch"
+    if (obstacle := _flashinfer_obstacle(shape)) is None:
+        return "flashinfer"
+    if name == "flashinfer":
+        raise ConfigError(f"attention_backend is 'flashinfer', but {obstacle}; use 'torch' or 'auto'")
+    logger.warning("attention runs on torch's SDPA, without CUDA graphs: %s", obstacle)
+    return "torch"
 
 
-def make_backend(name: str) -> AttentionBackend:
+def _flashinfer_obstacle(shape: AttentionShape) -> str | None:
+    if shape.device.type != "cuda":
+        return f"the device is {shape.device}, and FlashInfer needs a GPU"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer is not installed (pip install 'rollsync[gpu]')"
+    if shape.dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashInfer computes in bfloat16 or float16, and the model is {shape.dtype}"
+    if shape.head_dim not in FLASHINFER_HEAD_DIMS:
+        dims = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
+        return f"FlashInfer takes heads of {dims}, and the model's are of {shape.head_dim}"
+    return None
+
+
+def make_backend(name: str, shape: AttentionShape) -> AttentionBackend:
     """The backend of a key of BACKENDS; its module is imported now."""
     module, _, attribute = BACKENDS[name].partition(":")
-    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
+    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)(shape)
     return backend

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rollout_engine.attention.base import AttentionBackend
+from rollout_engine.attention.base import AttentionBackend, AttentionShape
 from rollout_engine.batch.forward import ForwardBatch
 
 GROUP_COST_TOKENS = 96
@@ -58,7 +58,8 @@ class Plan:
 class TorchBackend(AttentionBackend):
     """Exact and simple; gathers K and V of a step layer by layer into a scratch that is kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: AttentionShape) -> None:
+        del shape  # taken from each batch's pool
         self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def plan(self, batch: ForwardBatch) -> None:

@@ -11,8 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from rollout_engine.batch.packing import Packer
+from rollout_engine.batch.random_draw import uniforms
 from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, SampleRow, ScheduleBatch
 
+TOP_K_OFF = 1 << 62
+"""More than any vocabulary."""
 GREEDY_TEMPERATURE = 1.0
 """The temperature that log-probabilities of a greedy row (temperature 0) are taken at."""
 
@@ -20,8 +24,10 @@ GREEDY_TEMPERATURE = 1.0
 class Pools(Protocol):
     """What ForwardBatch needs of a runner."""
 
-    device: torch.device
+    packer: Packer
     req_to_token_pool: torch.Tensor  # [max_running_requests, context_length] int32
+    page_table: np.ndarray  # [max_running_requests, pages of context_length] int32, on the host
+    last_tokens: torch.Tensor  # [max_running_requests] int64, sampled last for each row of the pool
     token_to_kv_pool: Any  # runner.kv_pool.KVPool
     attn_backend: Any  # attention.base.AttentionBackend
 
@@ -30,49 +36,70 @@ class Pools(Protocol):
 class SamplingInfo:
     """Sampling parameters of the S sampled rows, as tensors, and what the sampler may skip.
 
-    A row with temperature 0 is greedy; its temperature here is 1 and its truncation off, since its
-    log-probabilities are those of the whole distribution at temperature 1.
+    A copy for one forward pass: nothing that happens to the sequences afterwards changes it. A row with
+    temperature 0 is greedy; its temperature here is 1 and its truncation off, since its log-probabilities
+    are those of the whole distribution at temperature 1.
     """
 
     rows: list[SampleRow]
+    packer: Packer
     temperatures: torch.Tensor  # [S] float32, never 0
-    greedy: torch.Tensor | None  # [S] bool; None where no row is
+    draws: torch.Tensor  # [S] float64 in [0, 1)
+    greedy: torch.Tensor  # [S] bool
+    raw: torch.Tensor  # [S] bool, True where raw log-probabilities are asked for
     top_k: torch.Tensor | None  # [S] int64, V or more where off; None where no row has it
     top_p: torch.Tensor | None  # [S] float64
     min_p: torch.Tensor | None  # [S] float32
+    truncated: torch.Tensor | None  # int64, the rows that have top_k or top_p
+    any_greedy: bool
     all_greedy: bool
     plain: bool  # all temperatures are 1
+    untouched: bool  # no penalty, bias, forbidden id, truncation or top log-probabilities
     num_top_logprobs: int  # the most that a row asks for
     any_raw: bool
-    any_processed: bool
 
     @classmethod
-    def from_rows(cls, rows: list[SampleRow], device: torch.device) -> SamplingInfo:
+    def from_rows(cls, rows: list[SampleRow], packer: Packer) -> SamplingInfo:
+        """Bring what the rows ask for to the packer's device."""
         params = [row.params for row in rows]
-        greedy = [p.temperature == 0.0 for p in params]
-        off = 1 << 62
-        temperatures = [
-            GREEDY_TEMPERATURE if g else p.temperature for p, g in zip(params, greedy, strict=True)
-        ]
-        top_k = [off if g or p.top_k <= 0 else p.top_k for p, g in zip(params, greedy, strict=True)]
-        top_p = [1.0 if g else p.top_p for p, g in zip(params, greedy, strict=True)]
-        min_p = [0.0 if g else p.min_p for p, g in zip(params, greedy, strict=True)]
-
-        def tensor(values: list[Any], dtype: torch.dtype, wanted: bool) -> torch.Tensor | None:
-            return torch.tensor(values, dtype=dtype, device=device) if wanted else None
-
+        greedy = np.array([p.temperature == 0.0 for p in params], dtype=np.bool_)
+        temperatures = np.array([p.temperature for p in params], dtype=np.float32)
+        temperatures[greedy] = GREEDY_TEMPERATURE
+        top_k = np.array([p.top_k if p.top_k > 0 else TOP_K_OFF for p in params], dtype=np.int64)
+        top_k[greedy] = TOP_K_OFF
+        top_p = np.where(greedy, 1.0, np.array([p.top_p for p in params], dtype=np.float64))
+        min_p = np.where(greedy, np.float32(0), np.array([p.min_p for p in params], dtype=np.float32))
+        raw = np.array([p.logprobs == "raw" for p in params], dtype=np.bool_)
+        draws = uniforms(
+            [row.seed for row in rows], [row.sample_index for row in rows], [row.position for row in rows]
+        )
+        has_k, has_p, has_min = bool((top_k < TOP_K_OFF).any()), bool((top_p < 1.0).any()), bool(min_p.any())
+        on_device = packer.put([temperatures, draws, greedy, raw])
+        off: list[torch.Tensor | None] = [None] * 4
+        if has_k or has_p or has_min:
+            truncated = np.flatnonzero((top_k < TOP_K_OFF) | (top_p < 1.0))
+            found = packer.put([top_k, top_p, min_p, truncated])
+            wanted = (has_k, has_p, has_min, has_k or has_p)
+            off = [tensor if want else None for tensor, want in zip(found, wanted, strict=True)]
+        changed = any(p.has_penalties or p.logit_bias for p in params) or any(r.forbidden_ids for r in rows)
+        num_top = max((p.top_logprobs for p in params), default=0)
         return cls(
             rows=rows,
-            temperatures=torch.tensor(temperatures, dtype=torch.float32, device=device),
-            greedy=tensor(greedy, torch.bool, any(greedy)),
-            top_k=tensor(top_k, torch.int64, min(top_k, default=off) < off),
-            top_p=tensor(top_p, torch.float64, min(top_p, default=1.0) < 1.0),
-            min_p=tensor(min_p, torch.float32, max(min_p, default=0.0) > 0.0),
-            all_greedy=all(greedy),
-            plain=all(t == 1.0 for t in temperatures),
-            num_top_logprobs=max((p.top_logprobs for p in params), default=0),
-            any_raw=any(p.logprobs == "raw" for p in params),
-            any_processed=any(p.logprobs == "processed" for p in params),
+            packer=packer,
+            temperatures=on_device[0],
+            draws=on_device[1],
+            greedy=on_device[2],
+            raw=on_device[3],
+            top_k=off[0],
+            top_p=off[1],
+            min_p=off[2],
+            truncated=off[3],
+            any_greedy=bool(greedy.any()),
+            all_greedy=bool(greedy.all()),
+            plain=bool((temperatures == 1.0).all()),
+            untouched=not (changed or has_k or has_p or has_min or num_top),
+            num_top_logprobs=num_top,
+            any_raw=bool(raw.any()),
         )
 
 
@@ -93,7 +120,10 @@ class ForwardBatch:
     sampling_info: SamplingInfo
     seq_lens_cpu: list[int]  # [B]
     extend_lens_cpu: list[int]  # [B]
+    req_pool_indices_cpu: list[int]  # [B]
+    page_table: np.ndarray  # on the host, see Pools
     logits_indices: torch.Tensor  # [S] int64, packed offset of each sampled row's last token
+    sampled_pool_indices: torch.Tensor  # [S] int64, row of the pool of each sampled row
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     return_hidden_states_before_norm: bool = False
     attn_plan: Any = None  # what AttentionBackend.plan left for run
@@ -104,35 +134,46 @@ class ForwardBatch:
 
         Consumes and resets the batch's one-shot overrides. Synchronises nothing.
         """
-        device = runner.device
-
-        def tensor(values: list[int]) -> torch.Tensor:
-            return torch.from_numpy(np.array(values, dtype=np.int64)).to(device, non_blocking=True)
-
         seq_lens = batch.seq_lens if batch.seq_lens_cpu_cache is None else batch.seq_lens_cpu_cache
         capture, before_norm = batch.capture_hidden_mode, batch.return_hidden_states_before_norm
         batch.seq_lens_cpu_cache = None
         batch.capture_hidden_mode = CaptureHiddenMode.NULL
         batch.return_hidden_states_before_norm = False
 
-        _write_slots(batch, runner.req_to_token_pool)
+        write_slots(batch, runner)
         ends = np.cumsum(np.array(batch.extend_lens, dtype=np.int64))
-        sampled = ends[np.array([sample.row for sample in batch.samples], dtype=np.int64)] - 1
+        sampled_rows = np.array([sample.row for sample in batch.samples], dtype=np.int64)
+        pool_indices = np.array(batch.req_pool_indices, dtype=np.int64)
+        ids, positions, rows, lengths, slots, last, sampled = runner.packer.put(
+            [
+                np.array(batch.input_ids, dtype=np.int64),
+                np.array(batch.positions, dtype=np.int64),
+                pool_indices,
+                np.array(seq_lens, dtype=np.int64),
+                np.array(batch.out_cache_loc, dtype=np.int64),
+                ends[sampled_rows] - 1,
+                pool_indices[sampled_rows],
+            ]
+        )
+        _fill_unknown(batch, ids, pool_indices, ends, runner)
         return cls(
             forward_mode=batch.forward_mode,
             batch_size=batch.batch_size,
-            input_ids=tensor(batch.input_ids),
-            positions=tensor(batch.positions),
-            req_pool_indices=tensor(batch.req_pool_indices),
-            seq_lens=tensor(seq_lens),
-            out_cache_loc=tensor(batch.out_cache_loc),
+            input_ids=ids,
+            positions=positions,
+            req_pool_indices=rows,
+            seq_lens=lengths,
+            out_cache_loc=slots,
             token_to_kv_pool=runner.token_to_kv_pool,
             req_to_token_pool=runner.req_to_token_pool,
             attn_backend=runner.attn_backend,
-            sampling_info=SamplingInfo.from_rows(batch.samples, device),
+            sampling_info=SamplingInfo.from_rows(batch.samples, runner.packer),
             seq_lens_cpu=list(seq_lens),
             extend_lens_cpu=list(batch.extend_lens),
-            logits_indices=torch.from_numpy(sampled).to(device, non_blocking=True),
+            req_pool_indices_cpu=list(batch.req_pool_indices),
+            page_table=runner.page_table,
+            logits_indices=last,
+            sampled_pool_indices=sampled,
             capture_hidden_mode=capture,
             return_hidden_states_before_norm=before_norm,
         )
@@ -142,17 +183,33 @@ class ForwardBatch:
         return self.input_ids.shape[0]
 
 
-def _write_slots(batch: ScheduleBatch, req_to_token_pool: torch.Tensor) -> None:
-    """Apply `slot_writes` in one scatter: flat index = pool row * columns + position."""
+def _fill_unknown(
+    batch: ScheduleBatch, ids: torch.Tensor, pool_indices: np.ndarray, ends: np.ndarray, runner: Pools
+) -> None:
+    """Replace ids that the host does not know yet by what the pass before sampled for the same row."""
+    unknown = np.flatnonzero(np.array(batch.input_ids, dtype=np.int64) < 0)
+    if not unknown.size:
+        return
+    rows = np.searchsorted(ends, unknown, side="right")
+    places, pools = runner.packer.put([unknown, pool_indices[rows]])
+    ids.index_copy_(0, places, runner.last_tokens.index_select(0, pools))
+
+
+def write_slots(batch: ScheduleBatch, runner: Pools) -> None:
+    """Apply `slot_writes` to the host's page table, and to req_to_token_pool in one scatter."""
     if not batch.slot_writes:
         return
-    columns = req_to_token_pool.shape[1]
+    columns = runner.req_to_token_pool.shape[1]
+    page_size = runner.token_to_kv_pool.page_size
+    for row, first, slots in batch.slot_writes:
+        pages = np.array(slots[::page_size], dtype=np.int32) // page_size
+        runner.page_table[row, first // page_size : first // page_size + len(pages)] = pages
+    if not runner.attn_backend.reads_token_pool:
+        return
     places = [
         np.arange(row * columns + first, row * columns + first + len(slots), dtype=np.int64)
         for row, first, slots in batch.slot_writes
     ]
     values = np.concatenate([np.array(slots, dtype=np.int32) for _, _, slots in batch.slot_writes])
-    device = req_to_token_pool.device
-    req_to_token_pool.view(-1).index_copy_(
-        0, torch.from_numpy(np.concatenate(places)).to(device), torch.from_numpy(values).to(device)
-    )
+    at, found = runner.packer.put([np.concatenate(places), values])
+    runner.req_to_token_pool.view(-1).index_copy_(0, at, found)

@@ -64,6 +64,13 @@ def serve(
         bool | None, _flag("Share prompts' pages.", "--prefix-cache/--no-prefix-cache")
     ] = None,
     attention_backend: Annotated[str | None, _flag("auto, torch or flashinfer.")] = None,
+    cuda_graphs: Annotated[
+        bool | None, _flag("Capture decode passes on a GPU.", "--cuda-graphs/--no-cuda-graphs")
+    ] = None,
+    capture_batch_sizes: Annotated[str | None, _flag("Of decode graphs, for example 1,2,4,8.")] = None,
+    overlap: Annotated[
+        bool | None, _flag("Prepare a pass while another runs; default on a GPU.", "--overlap/--no-overlap")
+    ] = None,
     max_prompt_logits_rows: Annotated[
         int | None, _flag("Rows of logits at once for prompt log-probabilities.")
     ] = None,

@@ -13,6 +13,7 @@ from torch import nn
 
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.models.config import ModelConfig, RopeConfig
+from rollout_engine.ops import fused
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of a step's positions, each [T, 1, H], in the model's dtype."""
@@ -35,12 +36,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> the same shape and dtype."""
-        wide = x.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        scale = scale.div_(x.shape[-1]).add_(self.eps).rsqrt_()
-        # Rounds to the model's dtype before the product with the weight, as transformers does.
-        normed: torch.Tensor = (wide * scale).to(x.dtype).mul_(self.weight)
-        return normed
+        return fused.rms_norm(x, self.weight, self.eps)
+
+    def add(self, delta: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of residual + delta, and that sum; [T, size] each. `residual` may be overwritten."""
+        return fused.add_rms_norm(delta, residual, self.weight, self.eps)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -49,7 +49,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         # oneDNN multiplies thin float32 matrices 1.1 to 2.5 times as fast as the BLAS behind F.linear.
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
         return out
-    return F.linear(x, weight, bias)
+    return fused.linear(x, weight, bias) if x.device.type == "cuda" else F.linear(x, weight, bias)
 
 
 class FusedLinear(nn.Module):
@@ -79,8 +79,10 @@ class Linear(nn.Module):
         self.weight = parameter(out_features, in_features)
         self.bias = parameter(out_features) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in_features] -> [T, out_features]."""
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, in_features] -> [T, out_features], written to `out` where given (GPU only)."""
+        if out is not None:
+            return fused.linear(x, self.weight, self.bias, out)
         return linear(x, self.weight, self.bias)
 
 
@@ -124,15 +126,15 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Te
 class RotaryEmbedding(nn.Module):
     """cos and sin of every position. Derived state: never in a checkpoint, recomputed by `fill`."""
 
-    cos: torch.Tensor  # [context_length, H] float32
-    sin: torch.Tensor  # [context_length, H] float32; the first half negated, see `rotate`
+    cos: torch.Tensor  # [context_length, H] in the model's dtype
+    sin: torch.Tensor  # [context_length, H]; the first half negated, see `rotate`
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         shape = (config.context_length, config.head_dim)
-        self.register_buffer("cos", torch.empty(shape, dtype=torch.float32), persistent=False)
-        self.register_buffer("sin", torch.empty(shape, dtype=torch.float32), persistent=False)
+        self.register_buffer("cos", torch.empty(shape, dtype=config.dtype), persistent=False)
+        self.register_buffer("sin", torch.empty(shape, dtype=config.dtype), persistent=False)
 
     def fill(self) -> None:
         """Compute the tables again, in place: captured addresses stay right."""
@@ -144,9 +146,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> Rope:
         """[T] int64 -> cos, sin, each [T, 1, H] in the model's dtype."""
-        cos = self.cos.index_select(0, positions).to(self.config.dtype).unsqueeze_(1)
-        sin = self.sin.index_select(0, positions).to(self.config.dtype).unsqueeze_(1)
-        return cos, sin
+        return self.cos.index_select(0, positions)[:, None], self.sin.index_select(0, positions)[:, None]
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -185,7 +185,16 @@ class Attention(nn.Module):
     def forward(self, x_TD: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         """[T, D] -> [T, D]; writes this step's K and V to the pool."""
         num_tokens = x_TD.shape[0]
-        qkv = self.qkv_proj(x_TD).view(num_tokens, -1, self.head_dim)
+        qkv = self.qkv_proj(x_TD)
+        kernels = fused.kernels_for(qkv) if batch.attn_backend.attends_to_pool else None
+        if kernels is not None:
+            pool = batch.token_to_kv_pool
+            k_pool, v_pool = pool.k[self.layer_id], pool.v[self.layer_id]
+            q_TNH = kernels.norm_rope_write(qkv, self._norms(), rope, batch.out_cache_loc, k_pool, v_pool)
+            out_TNH = batch.attn_backend.attend(self.layer_id, q_TNH, batch)
+            fused_out: torch.Tensor = self.o_proj(out_TNH.view(num_tokens, -1))
+            return fused_out
+        qkv = qkv.view(num_tokens, -1, self.head_dim)
         qk, v_TKH = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
@@ -196,6 +205,11 @@ class Attention(nn.Module):
         out: torch.Tensor = self.o_proj(out_TNH.reshape(num_tokens, -1))
         return out
 
+    def _norms(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+
 
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one matrix."""
@@ -203,13 +217,11 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.size = size
         parts = (("gate_proj", size), ("up_proj", size))
         self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, D]."""
-        gate, up = self.gate_up_proj(x_TD).split(self.size, dim=-1)
-        out: torch.Tensor = self.down_proj(F.silu(gate).mul_(up))
+        out: torch.Tensor = self.down_proj(fused.silu_mul(self.gate_up_proj(x_TD)))
         return out

@@ -23,10 +23,19 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_TD: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rope, batch)
-        out: torch.Tensor = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return out
+    def forward(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, D] each -> what this layer's MLP adds, and the sum of all before it.
+
+        A layer's input is residual + delta; the sum is left to the next norm, which does both in one pass.
+        """
+        if delta is None:
+            x_TD = self.input_layernorm(residual)
+        else:
+            x_TD, residual = self.input_layernorm.add(delta, residual)
+        x_TD, residual = self.post_attention_layernorm.add(self.self_attn(x_TD, rope, batch), residual)
+        return self.mlp(x_TD), residual
 
 
 class Decoder(nn.Module):
@@ -73,19 +82,20 @@ class LlamaForCausalLM(nn.Module):
     def run_layers(
         self, hidden: torch.Tensor, rope: Rope, forward_batch: ForwardBatch, start: int, stop: int
     ) -> torch.Tensor:
-        """Layers [start, stop): [T, D] -> [T, D], before the final norm."""
+        """Layers [start, stop): [T, D] -> [T, D], before the final norm. `hidden` may be overwritten."""
+        delta = None
         for layer in self.model.layers[start:stop]:
-            hidden = layer(hidden, rope, forward_batch)
-        return hidden
+            delta, hidden = layer(delta, hidden, rope, forward_batch)
+        return hidden if delta is None else hidden + delta
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """The final norm, [*, D] -> [*, D]."""
         normed: torch.Tensor = self.model.norm(hidden)
         return normed
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states after the final norm, [R, D] -> [R, V] in the model's dtype."""
-        logits: torch.Tensor = self.lm_head(hidden_states)
+    def compute_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states after the final norm, [R, D] -> [R, V] in the model's dtype, in `out` if given."""
+        logits: torch.Tensor = self.lm_head(hidden_states, out)
         return logits
 
     def finalise(self) -> None:

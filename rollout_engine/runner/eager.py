@@ -8,12 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollout_engine.batch.forward import GREEDY_TEMPERATURE, ForwardBatch
-from rollout_engine.batch.schedule import CaptureHiddenMode, PromptLogprobRow, ScheduleBatch, StepResult
+from rollout_engine.batch.schedule import CaptureHiddenMode, PromptLogprobRow, ScheduleBatch
 from rollout_engine.models.layers import Rope
-from rollout_engine.runner.sampler import Sampled, sample
+from rollout_engine.runner.pending import PendingStep
+from rollout_engine.runner.sampler import sample
 
 
 class EagerRunner:
@@ -21,23 +23,24 @@ class EagerRunner:
 
     Args:
         model: see models/llama.py for the calls it takes.
+        last_tokens: [pool rows] int64, where sampled tokens are noted for the next pass.
         max_prompt_logits_rows: rows of logits that prompt log-probabilities hold at once.
     """
 
-    def __init__(self, model: Any, max_prompt_logits_rows: int) -> None:
+    def __init__(self, model: Any, last_tokens: torch.Tensor, max_prompt_logits_rows: int) -> None:
         self.model = model
+        self.last_tokens = last_tokens
         self.max_prompt_logits_rows = max_prompt_logits_rows
 
-    def run(self, batch: ScheduleBatch, forward: ForwardBatch) -> StepResult:
+    def run(self, batch: ScheduleBatch, forward: ForwardBatch) -> PendingStep:
         """Plan, all layers, sampling."""
         forward.attn_backend.plan(forward)
         hidden, rope = self.model.embed(forward.input_ids, forward.positions)
         hidden = self.model.run_layers(hidden, rope, forward, 0, self.model.config.num_layers)
         return self.finish(batch, forward, hidden)
 
-    def finish(self, batch: ScheduleBatch, forward: ForwardBatch, unnormed: torch.Tensor) -> StepResult:
-        """From the last layer's output [T, D] to what the step gives back, on the host."""
-        result = StepResult()
+    def finish(self, batch: ScheduleBatch, forward: ForwardBatch, unnormed: torch.Tensor) -> PendingStep:
+        """From the last layer's output [T, D] to what the step gives back."""
         every_token = batch.prompt_logprobs or forward.capture_hidden_mode is CaptureHiddenMode.FULL
         sampled_unnormed = unnormed.index_select(0, forward.logits_indices)
         if every_token:
@@ -45,66 +48,54 @@ class EagerRunner:
             last = hidden.index_select(0, forward.logits_indices)
         else:
             hidden = last = self.model.norm(sampled_unnormed)
+        captured = scores = sampled = None
         if forward.capture_hidden_mode is not CaptureHiddenMode.NULL:
             full = forward.capture_hidden_mode is CaptureHiddenMode.FULL
             if forward.return_hidden_states_before_norm:
                 captured = unnormed if full else sampled_unnormed
             else:
                 captured = hidden if full else last
-            result.hidden_states = [row.tobytes() for row in captured.float().cpu().numpy()]
         if batch.prompt_logprobs:
-            result.prompt_logprobs = self._prompt_logprobs(batch, forward, hidden)
+            scores = self._prompt_scores(batch, forward, hidden)
         if batch.samples:
-            _fill_sampled(result, batch, sample(self.model.compute_logits(last), forward.sampling_info))
-        return result
+            logits = self.model.compute_logits(last)
+            sampled = sample(logits, forward.sampling_info, forward.sampled_pool_indices, self.last_tokens)
+        return PendingStep(batch, sampled, scores, captured)
 
-    def _prompt_logprobs(
+    def _prompt_scores(
         self, batch: ScheduleBatch, forward: ForwardBatch, hidden: torch.Tensor
-    ) -> list[list[float]]:
-        """Log-probability of each target; `processed` ones are at the request's temperature alone."""
+    ) -> torch.Tensor:
+        """Log-probability of each target, rows in order, [targets] float32.
+
+        `processed` ones are at the request's temperature alone.
+        """
         starts = [0]
         for length in forward.extend_lens_cpu:
             starts.append(starts[-1] + length)
-        wanted = [
-            (starts[row.row] + offset, target, _prompt_temperature(row))
-            for row in batch.prompt_logprobs
-            for offset, target in zip(range(row.start, row.stop), row.targets, strict=True)
-        ]
-        values: list[float] = []
-        for first in range(0, len(wanted), self.max_prompt_logits_rows):
-            block = wanted[first : first + self.max_prompt_logits_rows]
-            at = torch.tensor([i for i, _, _ in block], device=hidden.device)
-            targets = torch.tensor([[target] for _, target, _ in block], device=hidden.device)
-            temperatures = torch.tensor([[t] for _, _, t in block], dtype=torch.float32, device=hidden.device)
-            logits = self.model.compute_logits(hidden.index_select(0, at)).float().div_(temperatures)
-            scores = logits.gather(1, targets) - torch.logsumexp(logits, dim=-1, keepdim=True)
-            values.extend(scores[:, 0].tolist())
-        lists, done = [], 0
-        for row in batch.prompt_logprobs:
-            lists.append(values[done : done + len(row.targets)])
-            done += len(row.targets)
-        return lists
+        places = [starts[row.row] + i for row in batch.prompt_logprobs for i in range(row.start, row.stop)]
+        targets = [target for row in batch.prompt_logprobs for target in row.targets]
+        temperatures = [_prompt_temperature(row) for row in batch.prompt_logprobs for _ in row.targets]
+        at, wanted, divisors = forward.sampling_info.packer.put(
+            [
+                np.array(places, dtype=np.int64),
+                np.array(targets, dtype=np.int64),
+                np.array(temperatures, dtype=np.float32),
+            ]
+        )
+        scores = []
+        for first in range(0, len(places), self.max_prompt_logits_rows):
+            block = slice(first, first + self.max_prompt_logits_rows)
+            logits = self.model.compute_logits(hidden.index_select(0, at[block])).float()
+            logits = logits.div_(divisors[block, None])
+            found = logits.gather(1, wanted[block, None]) - torch.logsumexp(logits, dim=-1, keepdim=True)
+            scores.append(found[:, 0])
+        return torch.cat(scores)
 
 
 def _prompt_temperature(row: PromptLogprobRow) -> float:
     if row.params.logprobs == "raw" or row.params.temperature == 0.0:
         return GREEDY_TEMPERATURE
     return row.params.temperature
-
-
-def _fill_sampled(result: StepResult, batch: ScheduleBatch, sampled: Sampled) -> None:
-    """Bring what was sampled to the host."""
-    result.token_ids = sampled.token_ids.tolist()
-    result.logprobs = sampled.logprobs.tolist()
-    result.finite = sampled.finite.tolist()
-    result.top_logprobs = [[] for _ in batch.samples]
-    if sampled.top_ids is None or sampled.top_logprobs is None:
-        return
-    rows = zip(sampled.top_ids.tolist(), sampled.top_logprobs.tolist(), strict=True)
-    for i, (ids, values) in enumerate(rows):
-        k = batch.samples[i].params.top_logprobs
-        if result.finite[i]:
-            result.top_logprobs[i] = list(zip(ids[:k], values[:k], strict=True))
 
 
 @dataclass(slots=True)
@@ -141,7 +132,7 @@ class SplitPrefill:
         return self.done
 
     @torch.inference_mode()
-    def finish(self) -> StepResult:
+    def finish(self) -> PendingStep:
         """Sample. Raises RuntimeError before all layers have run."""
         if not self.done or self._hidden is None:
             raise RuntimeError(

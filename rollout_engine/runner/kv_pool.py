@@ -28,6 +28,8 @@ class KVPool:
         self.v = list(self._data[1])
         self.k_pages = [k.view(num_pages + 1, -1) for k in self.k]  # [layer]: [pages, values of a page]
         self.v_pages = [v.view(num_pages + 1, -1) for v in self.v]
+        paged = (num_pages + 1, page_size, config.num_kv_heads, config.head_dim)
+        self.paged = [(k.view(paged), v.view(paged)) for k, v in zip(self.k, self.v, strict=True)]
 
     def write(self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put k, v [T, kv heads, head dim] at token slots [T] int64."""

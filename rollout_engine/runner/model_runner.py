@@ -6,28 +6,40 @@ next one must know of: __init__, initialize, alloc_memory_pool, init_attention_b
 
 from __future__ import annotations
 
+import logging
 from enum import IntEnum
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from rollout_engine.attention.base import AttentionBackend
+from rollout_engine.attention.base import AttentionBackend, AttentionShape
 from rollout_engine.attention.registry import make_backend, resolve_backend
 from rollout_engine.batch.forward import ForwardBatch
+from rollout_engine.batch.packing import Packer
 from rollout_engine.batch.schedule import ScheduleBatch, StepResult
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.models.config import ModelConfig
 from rollout_engine.models.registry import MODELS
 from rollout_engine.models.weights import build_model, fill_random
+from rollout_engine.ops.fused import kernels_for
+from rollout_engine.runner.decode_graph import DecodeCudaGraphRunner
 from rollout_engine.runner.eager import EagerRunner, SplitPrefill
 from rollout_engine.runner.kv_pool import KVPool
 from rollout_engine.runner.memory import available_memory, discard_contents
+from rollout_engine.runner.pending import PendingStep
 from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
 
+logger = logging.getLogger(__name__)
+
 SPLIT_PREFILL_LAYERS = 4
 """Layers per group when forward() runs a SPLIT_PREFILL batch by itself."""
+
+
+OTHER_WORKING_BYTES = 1 << 30
+"""Workspaces of attention and matrix products, graphs, and what the allocator loses between blocks."""
 
 
 class Stage(IntEnum):
@@ -49,7 +61,7 @@ class GraphRunner(Protocol):
 
     def can_run(self, batch: ScheduleBatch) -> bool: ...
 
-    def run(self, batch: ScheduleBatch, forward: ForwardBatch) -> StepResult: ...
+    def run(self, batch: ScheduleBatch) -> PendingStep: ...
 
 
 class ModelRunner:
@@ -78,7 +90,11 @@ class ModelRunner:
             config.model, known=tuple(MODELS), dtype=config.dtype, context_length=config.context_length
         )
         self.forward_stream = _forward_stream(self.device)
-        self.decode_graph: GraphRunner | None = None
+        self.max_running = config.max_running_requests or (256 if self.device.type == "cuda" else 64)
+        self.max_prefill_tokens = config.max_prefill_tokens or (8192 if self.device.type == "cuda" else 2048)
+        self.overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
+        self.packer = Packer(self.device)
+        self.decode_graph: DecodeCudaGraphRunner | None = None
         self.prefill_graph: GraphRunner | None = None
         self.forward_counts = dict.fromkeys(
             ("eager", "decode_graph", "prefill_graph", "split_prefill", "idle"), 0
@@ -112,38 +128,75 @@ class ModelRunner:
             raise ConfigError(f"num_pages is {num_pages}: there is no memory for a KV pool; free some")
         self._enter(Stage.ALLOC_MEMORY_POOL)
         self.token_to_kv_pool = KVPool(self.model_config, num_pages, self.config.page_size, self.device)
-        self.req_to_token_pool = torch.zeros(
-            (self.config.max_running_requests, self.model_config.context_length),
-            dtype=torch.int32,
-            device=self.device,
-        )
+        columns = self.model_config.context_length
+        pool_shape, device = (self.max_running, columns), self.device
+        self.req_to_token_pool = torch.zeros(pool_shape, dtype=torch.int32, device=device)
+        self.page_table = np.zeros((self.max_running, -(-columns // self.config.page_size)), dtype=np.int32)
+        self.last_tokens = torch.zeros(self.max_running, dtype=torch.int64, device=device)
 
     def init_attention_backends(self) -> None:
+        """Choose the attention backend and load its kernels."""
         self._enter(Stage.INIT_ATTENTION_BACKENDS)
-        self.attention_backend_name = resolve_backend(self.config.attention_backend, self.device)
-        self.attn_backend = make_backend(self.attention_backend_name)
-        self.eager = EagerRunner(self.model, self.config.max_prompt_logits_rows)
+        model, pool = self.model_config, self.token_to_kv_pool
+        shape = AttentionShape(
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            page_size=pool.page_size,
+            max_pages=self.max_running * self.page_table.shape[1] + self.max_running,
+            dtype=model.dtype,
+            device=self.device,
+        )
+        self.attention_backend_name = resolve_backend(self.config.attention_backend, shape)
+        self.attn_backend = make_backend(self.attention_backend_name, shape)
+        self.attn_backend.warm_up()
+        self.eager = EagerRunner(self.model, self.last_tokens, self.config.max_prompt_logits_rows)
 
     def init_cuda_graphs(self) -> None:
-        """Capture graphs where there is a runner for them; nothing to capture on a CPU."""
+        """Capture graphs where they can be; nothing to capture on a CPU."""
         self._enter(Stage.INIT_CUDA_GRAPHS)
+        if self.device.type != "cuda":
+            return
+        torch.cuda.synchronize(self.device)  # weights and pools were made on another stream
+        sizes = [size for size in self.config.capture_batch_sizes if size <= self.max_running]
+        if not self.config.cuda_graphs or not sizes:
+            return
+        if kernels_for(self.last_tokens) is None or not self.attn_backend.captures:
+            logger.warning("decode passes are not captured: %s attention", self.attention_backend_name)
+            return
+        self.decode_graph = DecodeCudaGraphRunner(self, sizes, self._captured_storages)
+        self.decode_graph.capture()
+
+    def _captured_storages(self) -> dict[str, torch.Tensor]:
+        """Everything whose address a graph may remember, by name."""
+        storages = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        storages["kv_cache"] = self.token_to_kv_pool.k[0]
+        storages["last_tokens"] = self.last_tokens
+        return storages
+
+    def forward(self, batch: ScheduleBatch) -> StepResult:
+        """Run one forward pass, sample, and wait for the result. The one entry, with `launch`."""
+        return self.launch(batch).result()
 
     @torch.inference_mode()
-    def forward(self, batch: ScheduleBatch) -> StepResult:
-        """Run one forward pass and sample. The one entry."""
+    def launch(self, batch: ScheduleBatch) -> PendingStep:
+        """Start a forward pass; on a GPU it runs on after this returns, in the order of launches."""
         if self._stage < Stage.INIT_CUDA_GRAPHS:
             raise InitOrderError(f"forward() cannot run: call {Stage(self._stage + 1).name.lower()}() first")
-        return self._forward_raw(batch)
+        if self.forward_stream is None:
+            return self._forward_raw(batch)
+        with torch.cuda.stream(self.forward_stream):
+            return self._forward_raw(batch)
 
-    def _forward_raw(self, batch: ScheduleBatch) -> StepResult:
+    def _forward_raw(self, batch: ScheduleBatch) -> PendingStep:
         """Choose who runs the batch, and count the choice."""
         mode = batch.forward_mode
         if mode.is_idle():
             self.forward_counts["idle"] += 1
-            return StepResult()
+            return PendingStep(batch)
         if self.decode_graph is not None and mode.is_cuda_graph() and self.decode_graph.can_run(batch):
             self.forward_counts["decode_graph"] += 1
-            return self.decode_graph.run(batch, ForwardBatch.init_new(batch, self))
+            return self.decode_graph.run(batch)
         if mode.is_split_prefill():
             prefill = self.start_split_prefill(batch)
             while not prefill.advance(SPLIT_PREFILL_LAYERS):
@@ -151,7 +204,7 @@ class ModelRunner:
             return prefill.finish()
         if self.prefill_graph is not None and mode.is_extend() and self.prefill_graph.can_run(batch):
             self.forward_counts["prefill_graph"] += 1
-            return self.prefill_graph.run(batch, ForwardBatch.init_new(batch, self))
+            return self.prefill_graph.run(batch)
         self.forward_counts["eager"] += 1
         return self.eager.run(batch, ForwardBatch.init_new(batch, self))
 
@@ -159,6 +212,21 @@ class ModelRunner:
         """Begin a prefill whose layers the caller runs with `advance`; then `finish` samples."""
         self.forward_counts["split_prefill"] += 1
         return SplitPrefill(self.eager, batch, ForwardBatch.init_new(batch, self))
+
+    def working_bytes(self) -> int:
+        """What forward passes take on a GPU beside weights and KV pool: to be kept out of the pool's share.
+
+        Activations of the longest prefill, logits and the sampler's copies of them, the attention
+        workspace, and the memory of graphs and matrix products.
+        """
+        if self.device.type != "cuda":
+            return 0
+        model = self.model_config
+        heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        per_token = 4 * model.hidden_size + 2 * heads + 3 * model.intermediate_size
+        activations = self.max_prefill_tokens * per_token * model.dtype.itemsize
+        logits = model.vocab_size * (self.max_running * 4 + self.config.max_prompt_logits_rows * 2) * 4
+        return activations + logits + OTHER_WORKING_BYTES
 
     def available_memory(self) -> int:
         """Bytes free on the device now (of the host for a CPU)."""
@@ -172,6 +240,23 @@ class ModelRunner:
         """Make the weights writable again; bytes that the next full update will take."""
         self.target.finalise()
         return self.target.buffer.numel()
+
+    def release_graphs(self) -> int:
+        """Free the captured graphs; bytes that the device got back."""
+        if self.decode_graph is None:
+            return 0
+        self.decode_graph.release()
+        before = self.available_memory()
+        torch.cuda.empty_cache()
+        return self.available_memory() - before
+
+    def resume_graphs(self) -> int:
+        """Capture graphs again; bytes that they took."""
+        if self.decode_graph is None:
+            return 0
+        before = self.available_memory()
+        self.decode_graph.capture()
+        return max(0, before - self.available_memory())
 
     def release_kv(self) -> int:
         """Give the KV pool's memory back; bytes freed. No forward pass may run until resume_kv."""

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rollout_engine.batch.forward import SamplingInfo
-from rollout_engine.batch.schedule import SampleRow
-from rollout_engine.runner.random_draw import uniform
+from rollout_engine.batch.packing import Packer
+from rollout_engine.ops.fused import kernels_for
 
 BLOCK = 256
 """Vocabulary entries summed first when drawing: two short searches instead of one pass in float64."""
@@ -28,25 +29,68 @@ NO_TOKEN = -1
 
 @dataclass(slots=True)
 class Sampled:
-    """On the device; S rows. `finite` False: token id NO_TOKEN, log-probability NaN."""
+    """On the device; S rows. A row whose logits are not finite has token id NO_TOKEN and a NaN.
+
+    packed: token ids (int64) and log-probabilities (float32) as views of one buffer, where they are.
+    """
 
     token_ids: torch.Tensor  # [S] int64
     logprobs: torch.Tensor  # [S] float32
-    finite: torch.Tensor  # [S] bool
-    top_ids: torch.Tensor | None  # [S, k] int64, most likely first
-    top_logprobs: torch.Tensor | None  # [S, k] float32
+    top_ids: torch.Tensor | None = None  # [S, k] int64, most likely first
+    top_logprobs: torch.Tensor | None = None  # [S, k] float32
+    packed: torch.Tensor | None = None  # [12 * S] uint8
+
+    def parts(self) -> dict[str, torch.Tensor | None]:
+        """What has to reach the host, by name."""
+        top = {"top_ids": self.top_ids, "top_logprobs": self.top_logprobs}
+        if self.packed is not None:
+            return {"packed": self.packed, **top}
+        return {"token_ids": self.token_ids, "logprobs": self.logprobs, **top}
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, info: SamplingInfo) -> Sampled:
+def sample(
+    logits: torch.Tensor,
+    info: SamplingInfo,
+    pool_indices: torch.Tensor | None = None,
+    last_tokens: torch.Tensor | None = None,
+) -> Sampled:
     """Draw one token for each row. A row's result depends on its own logits and parameters alone.
 
-    logits: [S, V], any float dtype, not changed.
+    On a GPU nothing here waits for the device.
+
+    Args:
+        logits: [S, V], any float dtype, not changed.
+        pool_indices, last_tokens: where each row's token is noted for the next pass, if it is: [S] int64,
+            and a tensor of int64 that they index.
     """
+    if info.untouched and last_tokens is not None and kernels_for(logits) is not None:
+        from rollout_engine.ops.sampling_kernels import draw
+
+        assert pool_indices is not None
+        packed = draw(
+            logits,
+            info.temperatures,
+            info.draws,
+            info.greedy,
+            info.raw,
+            pool_indices,
+            last_tokens,
+            info.any_raw and not info.plain,
+        )
+        S = logits.shape[0]
+        return Sampled(packed[: 8 * S].view(torch.int64), packed[8 * S :].view(torch.float32), packed=packed)
+    sampled = _sample(logits, info)
+    if last_tokens is not None and pool_indices is not None:
+        last_tokens.index_copy_(0, pool_indices, sampled.token_ids.clamp_min(0))
+    return sampled
+
+
+def _sample(logits: torch.Tensor, info: SamplingInfo) -> Sampled:
     raw = logits.float()
     low, high = torch.aminmax(raw, dim=-1)
     finite = torch.isfinite(low) & torch.isfinite(high)  # NaN propagates through aminmax
-    all_finite = bool(finite.all())  # SYNC: one bool, so that the common case copies nothing
+    all_finite = _all_true(finite)
     if not all_finite:
         raw = torch.where(finite[:, None], raw, 0.0)
     processed = _processed_logits(raw, info)
@@ -54,28 +98,31 @@ def sample(logits: torch.Tensor, info: SamplingInfo) -> Sampled:
     # Bias and forbidden ids may leave no token: log_softmax of nothing but -inf is NaN.
     if processed is not raw:
         finite = finite & ~torch.isnan(logprobs[:, 0])
-        all_finite = bool(finite.all())  # SYNC
+        all_finite = _all_true(finite)
 
     token_ids = _choose(processed, logprobs, info)
     reported = logprobs
     if info.any_raw and processed is not raw:
-        raw_rows = torch.tensor([row.params.logprobs == "raw" for row in info.rows], device=raw.device)
-        reported = torch.where(raw_rows[:, None], torch.log_softmax(raw, dim=-1), logprobs)
+        reported = torch.where(info.raw[:, None], torch.log_softmax(raw, dim=-1), logprobs)
     chosen = reported.gather(1, token_ids[:, None])[:, 0]
     if not all_finite:
         token_ids = torch.where(finite, token_ids, NO_TOKEN)
         chosen = torch.where(finite, chosen, torch.nan)
-    top_ids, top_logprobs = _top(reported, info.num_top_logprobs)
-    return Sampled(token_ids, chosen, finite, top_ids, top_logprobs)
+    return Sampled(token_ids, chosen, *_top(reported, info.num_top_logprobs))
+
+
+def _all_true(flags: torch.Tensor) -> bool:
+    """Whether all are True, as far as that is worth knowing: False on a GPU, which must not be waited for."""
+    return flags.device.type == "cpu" and bool(flags.all())
 
 
 def _processed_logits(raw: torch.Tensor, info: SamplingInfo) -> torch.Tensor:
     """[S, V] float32, -inf where a token cannot be drawn; `raw` itself where nothing changes it."""
     logits = raw
     if any(row.params.has_penalties for row in info.rows):
-        logits = _penalised(logits.clone(), info.rows)
+        logits = _penalised(logits.clone(), info)
     if any(row.params.logit_bias or row.forbidden_ids for row in info.rows):
-        logits = _biased(logits.clone() if logits is raw else logits, info.rows)
+        logits = _biased(logits.clone() if logits is raw else logits, info)
     if not info.plain:
         logits = logits / info.temperatures[:, None]
     if info.top_k is not None or info.top_p is not None:
@@ -87,58 +134,56 @@ def _processed_logits(raw: torch.Tensor, info: SamplingInfo) -> torch.Tensor:
     return logits
 
 
-def _flat_ids(lists: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _flat_ids(lists: list[list[int]], packer: Packer) -> tuple[torch.Tensor, torch.Tensor]:
     """(row, id) pairs of lists of ids."""
-    rows = torch.tensor([len(ids) for ids in lists], device=device)
-    row_of = torch.repeat_interleave(torch.arange(len(lists), device=device), rows)
-    return row_of, torch.tensor([i for ids in lists for i in ids], dtype=torch.int64, device=device)
+    row_of = np.repeat(np.arange(len(lists)), [len(ids) for ids in lists])
+    rows, ids = packer.put([row_of, np.array([i for ids in lists for i in ids], dtype=np.int64)])
+    return rows, ids
 
 
-def _penalised(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
+def _penalised(logits: torch.Tensor, info: SamplingInfo) -> torch.Tensor:
     """Apply repetition, presence and frequency penalties in place, to rows that have them only."""
-    chosen = [i for i, row in enumerate(rows) if row.params.has_penalties]
-    device, V = logits.device, logits.shape[1]
-    params = [rows[i].params for i in chosen]
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-
-    at = torch.tensor(chosen, device=device)
+    chosen = [row for row in info.rows if row.params.has_penalties]
+    places = np.array([i for i, row in enumerate(info.rows) if row.params.has_penalties], dtype=np.int64)
+    factors = np.array(
+        [
+            [row.params.repetition_penalty, row.params.frequency_penalty, row.params.presence_penalty]
+            for row in chosen
+        ],
+        dtype=np.float32,
+    )
+    at, columns = info.packer.put([places, factors])
+    repetition, frequency, presence = columns[:, 0:1], columns[:, 1:2], columns[:, 2:3]
     part = logits.index_select(0, at)
-    counts = torch.zeros(len(chosen), V, dtype=torch.float32, device=device)
-    out_rows, out_ids = _flat_ids([rows[i].output_ids for i in chosen], device)
-    counts.index_put_((out_rows, out_ids), torch.ones((), device=device), accumulate=True)
+    counts = torch.zeros(len(chosen), logits.shape[1], dtype=torch.float32, device=logits.device)
+    output_ids = _flat_ids([row.output_ids for row in chosen], info.packer)
+    counts.index_put_(output_ids, counts.new_ones(()), accumulate=True)
     seen = counts > 0
-    seen[_flat_ids([rows[i].prompt_ids for i in chosen], device)] = True
-    repetition = column([p.repetition_penalty for p in params])
+    seen.index_put_(_flat_ids([row.prompt_ids for row in chosen], info.packer), seen.new_ones(()))
     repeated = torch.where(part > 0, part / repetition, part * repetition)
     part = torch.where(seen, repeated, part)
-    part -= counts * column([p.frequency_penalty for p in params])
-    part -= (counts > 0) * column([p.presence_penalty for p in params])
+    part -= counts * frequency
+    part -= (counts > 0) * presence
     logits.index_copy_(0, at, part)
     return logits
 
 
-def _biased(logits: torch.Tensor, rows: list[SampleRow]) -> torch.Tensor:
+def _biased(logits: torch.Tensor, info: SamplingInfo) -> torch.Tensor:
     """Add logit biases (repeated ids add up) and mask forbidden ids, in place."""
-    row_of, ids = _flat_ids([[i for i, _ in row.params.logit_bias] for row in rows], logits.device)
-    bias = [b for row in rows for _, b in row.params.logit_bias]
-    if bias:
-        values = torch.tensor(bias, dtype=torch.float32, device=logits.device)
-        logits.index_put_((row_of, ids), values, accumulate=True)
-    logits[_flat_ids([list(row.forbidden_ids) for row in rows], logits.device)] = -torch.inf
+    biases = [b for row in info.rows for _, b in row.params.logit_bias]
+    if biases:
+        places = _flat_ids([[i for i, _ in row.params.logit_bias] for row in info.rows], info.packer)
+        (values,) = info.packer.put([np.array(biases, dtype=np.float32)])
+        logits.index_put_(places, values, accumulate=True)
+    forbidden = _flat_ids([list(row.forbidden_ids) for row in info.rows], info.packer)
+    logits.index_put_(forbidden, logits.new_full((), -torch.inf))
     return logits
 
 
 def _truncated(logits: torch.Tensor, info: SamplingInfo) -> torch.Tensor:
     """Mask what top_k and top_p drop; sorts only the rows that ask for one of them."""
-    V = logits.shape[1]
-    wanted = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
-    if info.top_k is not None:
-        wanted |= info.top_k < V
-    if info.top_p is not None:
-        wanted |= info.top_p < 1.0
-    at = wanted.nonzero()[:, 0]
+    V, at = logits.shape[1], info.truncated
+    assert at is not None, "some row has top_k or top_p"
     # A stable sort: equal logits stay in the order of ids.
     values, order = logits.index_select(0, at).sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(values, dtype=torch.bool)
@@ -158,13 +203,8 @@ def _choose(processed: torch.Tensor, logprobs: torch.Tensor, info: SamplingInfo)
     """Token ids [S] int64: the first most likely one of greedy rows, a draw for the others."""
     if info.all_greedy:
         return processed.argmax(dim=-1)
-    draws = torch.tensor(
-        [uniform(row.seed, row.sample_index, row.position) for row in info.rows],
-        dtype=torch.float64,
-        device=logprobs.device,
-    )
-    drawn = inverse_cdf(logprobs.exp(), draws)
-    if info.greedy is None:
+    drawn = inverse_cdf(logprobs.exp(), info.draws)
+    if not info.any_greedy:
         return drawn
     return torch.where(info.greedy, processed.argmax(dim=-1), drawn)
 
@@ -204,7 +244,8 @@ def _top(logprobs: torch.Tensor, k: int) -> tuple[torch.Tensor | None, torch.Ten
     if not k:
         return None, None
     values, ids = logprobs.topk(k, dim=-1)
-    if bool((logprobs >= values[:, -1:]).sum(dim=-1).max() > k):  # SYNC: a tie at the edge needs a full sort
+    # A tie at the edge needs a full sort; a GPU is not asked whether there is one.
+    if logprobs.device.type != "cpu" or bool((logprobs >= values[:, -1:]).sum(dim=-1).max() > k):
         values, ids = logprobs.sort(dim=-1, descending=True, stable=True)
         return ids[:, :k], values[:, :k]
     order = ids.argsort(dim=-1)  # by id first, then a stable sort by value

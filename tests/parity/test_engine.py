@@ -61,11 +61,12 @@ def check(engine: LocalEngine, prompts, wanted) -> list:
 
 
 @pytest.mark.parametrize("on", list(itertools.product([True, False], repeat=4)))
-def test_greedy_equals_transformers_whatever_is_switched_on(tiny, on):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_greedy_equals_transformers_whatever_is_switched_on(tiny, on, overlap):
     engine, prompts, wanted = tiny
     switches = dict(zip(SWITCHES, on, strict=True))
     preemption = switches.pop("preemption")
-    engine.restart(**switches, num_pages=24 if preemption else 256)
+    engine.restart(**switches, num_pages=24 if preemption else 256, overlap=overlap)
     for _ in range(2):  # the second time over a warm cache, if there is one
         sequences = check(engine, prompts, wanted)
         assert (sum(s.num_preemptions for s in sequences) > 0) == preemption
@@ -101,7 +102,7 @@ def test_sampled_tokens_carry_the_logprob_of_the_reference(tiny):
 def test_a_draw_depends_on_seed_index_and_position_alone(tiny):
     engine, prompts, _ = tiny
     params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True, seed=42, n=3, top_p=0.9)
-    engine.restart()
+    engine.restart(overlap=True)
     together = [engine.submit(prompt, params) for prompt in prompts]
     engine.run()
     engine.restart(prefix_cache=False, chunked_prefill=False)

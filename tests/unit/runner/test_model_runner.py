@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError
@@ -56,7 +57,7 @@ def test_steps_out_of_order_name_the_step_that_is_missing(tiny_llama_dir):
 def test_unknown_device_and_backend_are_refused(tiny_llama_dir):
     with pytest.raises(ConfigError, match="device is 'tpu'"):
         ModelRunner(ServeConfig(model=tiny_llama_dir, device="tpu"))
-    with pytest.raises(ConfigError, match="attention_backend is 'flashinfer'; there is"):
+    with pytest.raises(ConfigError, match="attention_backend is 'flashinfer', but the device is cpu"):
         make_runner(tiny_llama_dir, attention_backend="flashinfer")
 
 
@@ -84,9 +85,9 @@ def test_graph_runners_are_chosen_when_they_can_run(runner):
         def can_run(self, batch):
             return self.can
 
-        def run(self, batch, forward):
+        def run(self, batch):
             self.ran += 1
-            return runner.eager.run(batch, forward)
+            return runner.eager.run(batch, ForwardBatch.init_new(batch, runner))
 
     runner.decode_graph, runner.prefill_graph = Recorder(True), Recorder(True)
     scheduler, work, batch = prefill(runner)
@@ -126,7 +127,7 @@ def test_split_prefill_lets_other_steps_run_in_between(runner):
     scheduler.step([(decoding, 1)])
     assert prefilling.advance(1) is True
     scheduler.step([(decoding, 1)])
-    scheduler.apply(work, batch, prefilling.finish())
+    scheduler.apply(work, batch, prefilling.finish().result())
     scheduler.run([decoding, row], 6)
     assert decoding.output == expected.output
     assert row.output == other.output

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rollout_engine.batch.forward import SamplingInfo
+from rollout_engine.batch.packing import Packer
+from rollout_engine.batch.random_draw import uniform
 from rollout_engine.batch.schedule import SampleRow
-from rollout_engine.runner.random_draw import uniform
 from rollout_engine.runner.sampler import NO_TOKEN, inverse_cdf, sample
 from rollout_engine.sampling import SamplingParams
 
@@ -21,7 +22,7 @@ def row(params, *, seed=0, index=0, position=0, prompt=(), output=(), forbidden=
 
 
 def run(logits, rows):
-    return sample(torch.as_tensor(logits, dtype=torch.float32), SamplingInfo.from_rows(rows, CPU))
+    return sample(torch.as_tensor(logits, dtype=torch.float32), SamplingInfo.from_rows(rows, Packer(CPU)))
 
 
 def all_logprobs(logits, params, **kwargs) -> list[float]:
@@ -151,7 +152,7 @@ def test_rows_that_are_not_finite_stay_alone(bad):
     clean = run(logits, rows)
     logits[2, 7] = bad
     result = run(logits, rows)
-    assert result.finite.tolist() == [True, True, False, True]
+    assert (result.token_ids != NO_TOKEN).tolist() == [True, True, False, True]
     assert result.token_ids[2] == NO_TOKEN
     assert math.isnan(result.logprobs[2])
     others = [0, 1, 3]
@@ -162,7 +163,7 @@ def test_rows_that_are_not_finite_stay_alone(bad):
 def test_a_row_without_any_token_left_is_not_finite():
     nothing = SamplingParams(logit_bias=tuple((i, -math.inf) for i in range(3)))
     result = run([[2.0, 1.0, 0.0]] * 2, [row(nothing), row(SamplingParams(temperature=0.0))])
-    assert result.finite.tolist() == [False, True]
+    assert (result.token_ids != NO_TOKEN).tolist() == [False, True]
     assert result.token_ids.tolist() == [NO_TOKEN, 0]
 
 

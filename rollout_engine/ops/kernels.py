@@ -1,0 +1,244 @@
+"""Triton kernels of ops.fused and of attention's inputs. Imported on a GPU only.
+
+T = packed tokens, D = features, N = query heads, K = kv heads, H = head dim
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ELEMENTWISE_BLOCK = 1024
+
+
+@triton.jit
+def _rms_norm_kernel(x, residual, weight, out, D, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """One row for each program. ADD: residual += x first, and the norm is of the sum."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < D
+    values = tl.load(x + row * D + columns, mask=mask, other=0.0)
+    if ADD:
+        before = tl.load(residual + row * D + columns, mask=mask, other=0.0)
+        values = (values.to(tl.float32) + before.to(tl.float32)).to(values.dtype)
+        tl.store(residual + row * D + columns, values, mask=mask)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
+    normed = (wide * scale).to(values.dtype).to(tl.float32)
+    factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * D + columns, (normed * factor).to(values.dtype), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See ops.fused. x: [*, D], made contiguous."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    D = x.shape[-1]
+    rows = x.numel() // D
+    block = triton.next_power_of_2(D)
+    if rows:
+        _rms_norm_kernel[(rows,)](x, x, weight, out, D, eps, ADD=False, BLOCK=block, num_warps=_warps(block))
+    return out
+
+
+def add_rms_norm(
+    delta: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Adds delta to residual in place and returns the norm of the sum; [T, D] each, contiguous."""
+    out = torch.empty_like(residual)
+    rows, D = residual.shape
+    block = triton.next_power_of_2(D)
+    if rows:
+        _rms_norm_kernel[(rows,)](
+            delta, residual, weight, out, D, eps, ADD=True, BLOCK=block, num_warps=_warps(block)
+        )
+    return out
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, D, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < D
+    gate = tl.load(gate_up + row * 2 * D + columns, mask=mask, other=0.0)
+    up = tl.load(gate_up + row * 2 * D + D + columns, mask=mask, other=0.0)
+    wide = gate.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    product = active.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * D + columns, product.to(gate.dtype), mask=mask)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See ops.fused. gate_up: [T, 2 * D] contiguous."""
+    rows, D = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, D), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        grid = (rows, triton.cdiv(D, ELEMENTWISE_BLOCK))
+        _silu_mul_kernel[grid](gate_up, out, D, BLOCK=ELEMENTWISE_BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit
+def _matvec_kernel(x, weight, out, features, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[n] = sum over d of weight[n, d] * x[d], for ROWS rows of the weight in each program."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows[:, None] < features
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, D, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        mask = columns < D
+        factors = tl.load(x + columns, mask=mask, other=0.0).to(tl.float32)
+        at = rows[:, None].to(tl.int64) * D + columns[None, :]
+        values = tl.load(weight + at, mask=row_mask & mask[None, :], other=0.0).to(tl.float32)
+        sums += values * factors[None, :]
+    tl.store(out + rows, tl.sum(sums, 1).to(out.dtype.element_ty), mask=rows < features)
+
+
+def matvec(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T for one row. [1, D], [features, D] -> [1, features], sums in float32."""
+    features, D = weight.shape
+    if out is None:
+        out = torch.empty((1, features), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(features, 2),)
+    _matvec_kernel[grid](x.contiguous(), weight, out, features, D, ROWS=2, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _norm_rope_write_kernel(
+    qkv,
+    q_out,
+    k_pool,
+    v_pool,
+    slots,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    eps,
+    N,
+    K,
+    NORM: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """One head of one token for each program; heads are N of queries, K of keys, K of values."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    H: tl.constexpr = 2 * HALF
+    half = tl.arange(0, HALF)
+    source = qkv + (token * (N + 2 * K) + head) * H
+    first = tl.load(source + half)
+    second = tl.load(source + HALF + half)
+    if head >= N + K:
+        slot = tl.load(slots + token)
+        target = v_pool + (slot * K + (head - N - K)) * H
+        tl.store(target + half, first)
+        tl.store(target + HALF + half, second)
+    else:
+        wide_first = first.to(tl.float32)
+        wide_second = second.to(tl.float32)
+        if NORM:
+            squares = tl.sum(wide_first * wide_first, 0) + tl.sum(wide_second * wide_second, 0)
+            scale = tl.rsqrt(squares / H + eps)
+            weight = q_weight
+            if head >= N:
+                weight = k_weight
+            factor = tl.load(weight + half).to(tl.float32)
+            wide_first = ((wide_first * scale).to(first.dtype).to(tl.float32) * factor).to(first.dtype)
+            wide_first = wide_first.to(tl.float32)
+            factor = tl.load(weight + HALF + half).to(tl.float32)
+            wide_second = ((wide_second * scale).to(first.dtype).to(tl.float32) * factor).to(first.dtype)
+            wide_second = wide_second.to(tl.float32)
+        angles = token * H + half
+        cos_first = tl.load(cos + angles).to(tl.float32)
+        sin_first = tl.load(sin + angles).to(tl.float32)
+        cos_second = tl.load(cos + angles + HALF).to(tl.float32)
+        sin_second = tl.load(sin + angles + HALF).to(tl.float32)
+        straight = (wide_first * cos_first).to(first.dtype).to(tl.float32)
+        crossed = (wide_second * sin_first).to(first.dtype).to(tl.float32)
+        turned_first = (straight + crossed).to(first.dtype)
+        straight = (wide_second * cos_second).to(first.dtype).to(tl.float32)
+        crossed = (wide_first * sin_second).to(first.dtype).to(tl.float32)
+        turned_second = (straight + crossed).to(first.dtype)
+        if head < N:
+            target = q_out + (token * N + head) * H
+            tl.store(target + half, turned_first)
+            tl.store(target + HALF + half, turned_second)
+        else:
+            slot = tl.load(slots + token)
+            target = k_pool + (slot * K + (head - N)) * H
+            tl.store(target + half, turned_first)
+            tl.store(target + HALF + half, turned_second)
+
+
+def norm_rope_write(
+    qkv: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    slots: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+) -> torch.Tensor:
+    """Normalise and rotate queries and keys, write keys and values to the pool.
+
+    Args:
+        qkv: [T, (N + 2K) * H] contiguous.
+        norms: weights [H] of query and key norms and their eps, where the model has them.
+        rope: cos and sin [T, 1, H], the first half of sin negated.
+        slots: [T] int64 token slots.
+        k_pool, v_pool: [token slots, K, H] of one layer.
+
+    Returns:
+        Queries, [T, N, H].
+    """
+    T = qkv.shape[0]
+    K, H = k_pool.shape[1], k_pool.shape[2]
+    N = qkv.shape[1] // H - 2 * K
+    q_out = torch.empty((T, N, H), dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
+    cos, sin = rope
+    _norm_rope_write_kernel[(T, N + 2 * K)](
+        qkv,
+        q_out,
+        k_pool,
+        v_pool,
+        slots,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        eps,
+        N,
+        K,
+        NORM=norms is not None,
+        HALF=H // 2,
+        num_warps=1,
+    )
+    return q_out
+
+
+@triton.jit
+def _resolve_kernel(ids, pool_indices, last_tokens, out, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    given = tl.load(ids + at, mask=mask, other=0)
+    pools = tl.load(pool_indices + at, mask=mask, other=0)
+    last = tl.load(last_tokens + pools, mask=mask & (given < 0), other=0)
+    tl.store(out + at, tl.where(given < 0, last, given), mask=mask)
+
+
+def resolve_tokens(ids: torch.Tensor, pool_indices: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
+    """Token ids, those below 0 replaced by what was sampled last for their row of the pool.
+
+    ids, pool_indices: [T] int64. last_tokens: [pool rows] int64. Returns [T] int64.
+    """
+    out = torch.empty_like(ids)
+    _resolve_kernel[(triton.cdiv(ids.numel(), 1024),)](
+        ids, pool_indices, last_tokens, out, ids.numel(), BLOCK=1024
+    )
+    return out

@@ -1,0 +1,202 @@
+"""DecodeCudaGraphRunner: decode passes captured once for each batch size, and replayed.
+
+A batch is padded to the next captured size. Padded rows write to the pool's padding page and read one token
+of it; nobody reads what they compute. A graph remembers addresses: of the weights, the KV pool and the static
+buffers here. `moved` tells which of them are no longer what was captured.
+
+B = rows of a batch, S = captured size, D = hidden size, V = vocabulary
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollout_engine.attention.base import DecodeGraphPlanner
+from rollout_engine.batch.forward import ForwardBatch, SamplingInfo, write_slots
+from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, ScheduleBatch
+from rollout_engine.kv.capacity import max_decode_logits_rows
+from rollout_engine.ops.fused import kernels_for
+from rollout_engine.runner.pending import PendingStep
+from rollout_engine.runner.sampler import sample
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_PASSES = 2
+"""Before a capture: kernels are compiled and workspaces taken outside the graph."""
+
+Identity = tuple[int, tuple[int, ...], torch.dtype]
+"""Address, shape and dtype of captured storage."""
+
+
+@dataclass(slots=True)
+class Captured:
+    """The graph of one batch size and what feeds it."""
+
+    graph: torch.cuda.CUDAGraph
+    planner: DecodeGraphPlanner
+    inputs: torch.Tensor  # [4, S] int64: input ids, positions, token slots, rows of the pool
+
+
+class DecodeCudaGraphRunner:
+    """Replays decode passes.
+
+    Args:
+        runner: its model, pool, attention backend, stream and device are used.
+        batch_sizes: to capture, ascending.
+        storages: names and tensors whose identities the graphs depend on, as they are now.
+    """
+
+    def __init__(
+        self, runner: Any, batch_sizes: list[int], storages: Callable[[], dict[str, torch.Tensor]]
+    ) -> None:
+        self._runner = runner
+        self._sizes = batch_sizes
+        self._storages = storages
+        self._captured: dict[int, Captured] = {}
+        self._identities: dict[str, Identity] = {}
+        rows = max_decode_logits_rows(batch_sizes, [1])
+        config = runner.model_config
+        self.logits = torch.zeros((rows, config.vocab_size), dtype=config.dtype, device=runner.device)
+
+    # ------------------------------------------------------------ replay
+
+    def can_run(self, batch: ScheduleBatch) -> bool:
+        """Whether a captured pass gives everything that `batch` asks for."""
+        return (
+            bool(self._captured)
+            and batch.forward_mode.is_decode()
+            and batch.batch_size <= self._sizes[-1]
+            and not batch.prompt_logprobs
+            and batch.capture_hidden_mode is CaptureHiddenMode.NULL
+            and batch.seq_lens_cpu_cache is None
+        )
+
+    def run(self, batch: ScheduleBatch) -> PendingStep:
+        """Replay the pass of the smallest size that fits, and sample."""
+        runner, num_rows = self._runner, batch.batch_size
+        size = next(size for size in self._sizes if size >= num_rows)
+        captured = self._captured[size]
+        write_slots(batch, runner)
+        inputs = np.empty((4, size), dtype=np.int64)
+        inputs[0, :num_rows], inputs[1, :num_rows] = batch.input_ids, batch.positions
+        inputs[2, :num_rows], inputs[3, :num_rows] = batch.out_cache_loc, batch.req_pool_indices
+        inputs[:2, num_rows:] = inputs[3, num_rows:] = 0
+        inputs[2, num_rows:] = runner.token_to_kv_pool.padding_slot
+        runner.packer.fill(captured.inputs, inputs)
+        captured.planner.plan(batch.req_pool_indices, batch.seq_lens, runner.page_table)
+        captured.graph.replay()
+        if not batch.samples:
+            return PendingStep(batch)
+        rows = [row.row for row in batch.samples]
+        logits, pools = self.logits[:num_rows], captured.inputs[3, :num_rows]
+        if rows != list(range(num_rows)):
+            (at,) = runner.packer.put([np.array(rows, dtype=np.int64)])
+            logits, pools = logits.index_select(0, at), pools.index_select(0, at)
+        info = SamplingInfo.from_rows(batch.samples, runner.packer)
+        return PendingStep(batch, sample(logits, info, pools, runner.last_tokens))
+
+    # ------------------------------------------------------------ capture
+
+    def capture(self) -> None:
+        """Capture every size, largest first, so that the smaller ones fit into its memory.
+
+        The device must be idle. Old graphs are freed first.
+        """
+        self.release()
+        runner = self._runner
+        started = time.monotonic()
+        pool = None
+        with torch.inference_mode(), torch.cuda.stream(runner.forward_stream):
+            for size in reversed(self._sizes):
+                pool = self._capture(size, pool)
+        runner.forward_stream.synchronize()
+        self._identities = {name: _identity(tensor) for name, tensor in self._storages().items()}
+        sizes = ", ".join(map(str, self._sizes))
+        logger.info("captured decode graphs of %s rows in %.2f s", sizes, time.monotonic() - started)
+
+    def _capture(self, size: int, pool: Any) -> Any:
+        runner = self._runner
+        planner = runner.attn_backend.decode_graph_planner(size, runner.token_to_kv_pool.padding_page)
+        inputs = torch.zeros((4, size), dtype=torch.int64, device=runner.device)
+        inputs[2].fill_(runner.token_to_kv_pool.padding_slot)
+        forward = self._forward_batch(size, inputs)
+        forward.attn_plan = planner.plan([], [], runner.page_table)
+        for _ in range(WARM_UP_PASSES):
+            self._pass(size, forward)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=pool, stream=runner.forward_stream, capture_error_mode="thread_local"
+        ):
+            self._pass(size, forward)
+        self._captured[size] = Captured(graph, planner, inputs)
+        return graph.pool()
+
+    def _forward_batch(self, size: int, inputs: torch.Tensor) -> ForwardBatch:
+        runner = self._runner
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=size,
+            input_ids=inputs[0],
+            positions=inputs[1],
+            req_pool_indices=inputs[3],
+            seq_lens=inputs[1] + 1,
+            out_cache_loc=inputs[2],
+            token_to_kv_pool=runner.token_to_kv_pool,
+            req_to_token_pool=runner.req_to_token_pool,
+            attn_backend=runner.attn_backend,
+            sampling_info=SamplingInfo.from_rows([], runner.packer),
+            seq_lens_cpu=[1] * size,
+            extend_lens_cpu=[1] * size,
+            req_pool_indices_cpu=[0] * size,
+            page_table=runner.page_table,
+            logits_indices=inputs[3],
+            sampled_pool_indices=inputs[3],
+        )
+
+    def _pass(self, size: int, forward: ForwardBatch) -> None:
+        """What is captured: from token ids to logits."""
+        model = self._runner.model
+        kernels = kernels_for(forward.input_ids)
+        ids = kernels.resolve_tokens(forward.input_ids, forward.req_pool_indices, self._runner.last_tokens)
+        hidden, rope = model.embed(ids, forward.positions)
+        hidden = model.norm(model.run_layers(hidden, rope, forward, 0, model.config.num_layers))
+        model.compute_logits(hidden, out=self.logits[:size])
+
+    # ------------------------------------------------------------ what the updater asks (GraphHooks)
+
+    def num_captured(self) -> int:
+        """How many graphs there are."""
+        return len(self._captured)
+
+    def moved(self) -> list[str]:
+        """Captured storage whose address, shape or dtype is no longer what was captured."""
+        now = self._storages()
+        return [
+            name
+            for name, identity in self._identities.items()
+            if name not in now or _identity(now[name]) != identity
+        ]
+
+    def check_recapture(self) -> None:
+        """Nothing can be missing: old graphs give back the memory that new ones take."""
+
+    def recapture(self) -> int:
+        """Capture every graph again; returns how many. The device must be idle."""
+        self.capture()
+        return len(self._captured)
+
+    def release(self) -> None:
+        """Free every graph; decode passes run uncaptured until `capture`."""
+        self._captured.clear()
+        self._identities.clear()
+
+
+def _identity(tensor: torch.Tensor) -> Identity:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
