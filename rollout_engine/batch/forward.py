@@ -27,6 +27,7 @@ class Pools(Protocol):
     packer: Packer
     req_to_token_pool: torch.Tensor  # [max_running_requests, context_length] int32
     page_table: np.ndarray  # [max_running_requests, pages of context_length] int32, on the host
+    device_page_table: torch.Tensor  # the same on the device
     last_tokens: torch.Tensor  # [max_running_requests] int64, sampled last for each row of the pool
     token_to_kv_pool: Any  # runner.kv_pool.KVPool
     attn_backend: Any  # attention.base.AttentionBackend
@@ -122,6 +123,7 @@ class ForwardBatch:
     extend_lens_cpu: list[int]  # [B]
     req_pool_indices_cpu: list[int]  # [B]
     page_table: np.ndarray  # on the host, see Pools
+    device_page_table: torch.Tensor
     logits_indices: torch.Tensor  # [S] int64, packed offset of each sampled row's last token
     sampled_pool_indices: torch.Tensor  # [S] int64, row of the pool of each sampled row
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
@@ -172,6 +174,7 @@ class ForwardBatch:
             extend_lens_cpu=list(batch.extend_lens),
             req_pool_indices_cpu=list(batch.req_pool_indices),
             page_table=runner.page_table,
+            device_page_table=runner.device_page_table,
             logits_indices=last,
             sampled_pool_indices=sampled,
             capture_hidden_mode=capture,
@@ -196,20 +199,22 @@ def _fill_unknown(
 
 
 def write_slots(batch: ScheduleBatch, runner: Pools) -> None:
-    """Apply `slot_writes` to the host's page table, and to req_to_token_pool in one scatter."""
+    """Apply `slot_writes` to the page tables, or to req_to_token_pool where the attention reads that."""
     if not batch.slot_writes:
         return
-    columns = runner.req_to_token_pool.shape[1]
     page_size = runner.token_to_kv_pool.page_size
+    by_token = runner.attn_backend.reads_token_pool
+    target = runner.req_to_token_pool if by_token else runner.device_page_table
+    columns = target.shape[1]
+    places, values = [], []
     for row, first, slots in batch.slot_writes:
-        pages = np.array(slots[::page_size], dtype=np.int32) // page_size
-        runner.page_table[row, first // page_size : first // page_size + len(pages)] = pages
-    if not runner.attn_backend.reads_token_pool:
-        return
-    places = [
-        np.arange(row * columns + first, row * columns + first + len(slots), dtype=np.int64)
-        for row, first, slots in batch.slot_writes
-    ]
-    values = np.concatenate([np.array(slots, dtype=np.int32) for _, _, slots in batch.slot_writes])
-    at, found = runner.packer.put([np.concatenate(places), values])
-    runner.req_to_token_pool.view(-1).index_copy_(0, at, found)
+        found = np.array(slots if by_token else slots[::page_size], dtype=np.int32)
+        start = row * columns + first
+        if not by_token:
+            found //= page_size
+            start = row * columns + first // page_size
+            runner.page_table[row, first // page_size : first // page_size + len(found)] = found
+        places.append(np.arange(start, start + len(found), dtype=np.int64))
+        values.append(found)
+    at, written = runner.packer.put([np.concatenate(places), np.concatenate(values)])
+    target.view(-1).index_copy_(0, at, written)

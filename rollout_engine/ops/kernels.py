@@ -5,11 +5,15 @@ T = packed tokens, D = features, N = query heads, K = kv heads, H = head dim
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 ELEMENTWISE_BLOCK = 1024
+MAX_HEADS = 8
+"""Of one program in _norm_rope_write_kernel, a power of two."""
 
 
 @triton.jit
@@ -110,6 +114,12 @@ def matvec(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = Non
 
 
 @triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """float32 -> dtype -> float32."""
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _norm_rope_write_kernel(
     qkv,
     q_out,
@@ -125,55 +135,48 @@ def _norm_rope_write_kernel(
     K,
     NORM: tl.constexpr,
     HALF: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """One head of one token for each program; heads are N of queries, K of keys, K of values."""
+    """HEADS heads of one token for each program: all of queries, all of keys or all of values."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * HEADS
     H: tl.constexpr = 2 * HALF
     half = tl.arange(0, HALF)
+    at = tl.arange(0, HEADS)[:, None] * H + half[None, :]
     source = qkv + (token * (N + 2 * K) + head) * H
-    first = tl.load(source + half)
-    second = tl.load(source + HALF + half)
+    first = tl.load(source + at)
+    second = tl.load(source + HALF + at)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    slot = tl.load(slots + token)
     if head >= N + K:
-        slot = tl.load(slots + token)
         target = v_pool + (slot * K + (head - N - K)) * H
-        tl.store(target + half, first)
-        tl.store(target + HALF + half, second)
+        tl.store(target + at, first)
+        tl.store(target + HALF + at, second)
     else:
         wide_first = first.to(tl.float32)
         wide_second = second.to(tl.float32)
         if NORM:
-            squares = tl.sum(wide_first * wide_first, 0) + tl.sum(wide_second * wide_second, 0)
-            scale = tl.rsqrt(squares / H + eps)
+            squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
+            scale = tl.rsqrt(squares / H + eps)[:, None]
             weight = q_weight
             if head >= N:
                 weight = k_weight
-            factor = tl.load(weight + half).to(tl.float32)
-            wide_first = ((wide_first * scale).to(first.dtype).to(tl.float32) * factor).to(first.dtype)
-            wide_first = wide_first.to(tl.float32)
-            factor = tl.load(weight + HALF + half).to(tl.float32)
-            wide_second = ((wide_second * scale).to(first.dtype).to(tl.float32) * factor).to(first.dtype)
-            wide_second = wide_second.to(tl.float32)
+            factor = tl.load(weight + half).to(tl.float32)[None, :]
+            wide_first = _rounded(_rounded(wide_first * scale, dtype) * factor, dtype)
+            factor = tl.load(weight + HALF + half).to(tl.float32)[None, :]
+            wide_second = _rounded(_rounded(wide_second * scale, dtype) * factor, dtype)
         angles = token * H + half
-        cos_first = tl.load(cos + angles).to(tl.float32)
-        sin_first = tl.load(sin + angles).to(tl.float32)
-        cos_second = tl.load(cos + angles + HALF).to(tl.float32)
-        sin_second = tl.load(sin + angles + HALF).to(tl.float32)
-        straight = (wide_first * cos_first).to(first.dtype).to(tl.float32)
-        crossed = (wide_second * sin_first).to(first.dtype).to(tl.float32)
-        turned_first = (straight + crossed).to(first.dtype)
-        straight = (wide_second * cos_second).to(first.dtype).to(tl.float32)
-        crossed = (wide_first * sin_second).to(first.dtype).to(tl.float32)
-        turned_second = (straight + crossed).to(first.dtype)
-        if head < N:
-            target = q_out + (token * N + head) * H
-            tl.store(target + half, turned_first)
-            tl.store(target + HALF + half, turned_second)
-        else:
-            slot = tl.load(slots + token)
+        cos_first = tl.load(cos + angles).to(tl.float32)[None, :]
+        sin_first = tl.load(sin + angles).to(tl.float32)[None, :]
+        cos_second = tl.load(cos + angles + HALF).to(tl.float32)[None, :]
+        sin_second = tl.load(sin + angles + HALF).to(tl.float32)[None, :]
+        turned_first = _rounded(wide_first * cos_first, dtype) + _rounded(wide_second * sin_first, dtype)
+        turned_second = _rounded(wide_second * cos_second, dtype) + _rounded(wide_first * sin_second, dtype)
+        target = q_out + (token * N + head) * H
+        if head >= N:
             target = k_pool + (slot * K + (head - N)) * H
-            tl.store(target + half, turned_first)
-            tl.store(target + HALF + half, turned_second)
+        tl.store(target + at, turned_first.to(dtype))
+        tl.store(target + HALF + at, turned_second.to(dtype))
 
 
 def norm_rope_write(
@@ -202,7 +205,8 @@ def norm_rope_write(
     q_out = torch.empty((T, N, H), dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
     cos, sin = rope
-    _norm_rope_write_kernel[(T, N + 2 * K)](
+    heads = math.gcd(math.gcd(N, K), MAX_HEADS)
+    _norm_rope_write_kernel[(T, (N + 2 * K) // heads)](
         qkv,
         q_out,
         k_pool,
@@ -217,7 +221,8 @@ def norm_rope_write(
         K,
         NORM=norms is not None,
         HALF=H // 2,
-        num_warps=1,
+        HEADS=heads,
+        num_warps=max(1, heads * H // 512),
     )
     return q_out
 

@@ -1,8 +1,8 @@
 """DecodeCudaGraphRunner: decode passes captured once for each batch size, and replayed.
 
 A batch is padded to the next captured size. Padded rows write to the pool's padding page and read one token
-of it; nobody reads what they compute. A graph remembers addresses: of the weights, the KV pool and the static
-buffers here. `moved` tells which of them are no longer what was captured.
+of somebody's; nobody reads what they compute. A graph remembers addresses: of the weights, the KV pool and
+the static buffers here. `moved` tells which of them are no longer what was captured.
 
 B = rows of a batch, S = captured size, D = hidden size, V = vocabulary
 """
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_engine.attention.base import DecodeGraphPlanner
 from rollout_engine.batch.forward import ForwardBatch, SamplingInfo, write_slots
 from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from rollout_engine.kv.capacity import max_decode_logits_rows
@@ -40,8 +39,7 @@ class Captured:
     """The graph of one batch size and what feeds it."""
 
     graph: torch.cuda.CUDAGraph
-    planner: DecodeGraphPlanner
-    inputs: torch.Tensor  # [4, S] int64: input ids, positions, token slots, rows of the pool
+    inputs: torch.Tensor  # [5, S] int64: input ids, positions, token slots, rows of the pool, KV lengths
 
 
 class DecodeCudaGraphRunner:
@@ -63,6 +61,9 @@ class DecodeCudaGraphRunner:
         self._identities: dict[str, Identity] = {}
         rows = max_decode_logits_rows(batch_sizes, [1])
         config = runner.model_config
+        # A padded row: any token, at position 0 of a sequence of one token, written to the padding page. What
+        # it reads is the first token of the first page of row 0 of the pool: memory that exists.
+        self._padding = np.array([0, 0, runner.token_to_kv_pool.padding_slot, 0, 1], dtype=np.int64)
         self.logits = torch.zeros((rows, config.vocab_size), dtype=config.dtype, device=runner.device)
 
     # ------------------------------------------------------------ replay
@@ -84,13 +85,12 @@ class DecodeCudaGraphRunner:
         size = next(size for size in self._sizes if size >= num_rows)
         captured = self._captured[size]
         write_slots(batch, runner)
-        inputs = np.empty((4, size), dtype=np.int64)
+        inputs = np.empty((5, size), dtype=np.int64)
         inputs[0, :num_rows], inputs[1, :num_rows] = batch.input_ids, batch.positions
         inputs[2, :num_rows], inputs[3, :num_rows] = batch.out_cache_loc, batch.req_pool_indices
-        inputs[:2, num_rows:] = inputs[3, num_rows:] = 0
-        inputs[2, num_rows:] = runner.token_to_kv_pool.padding_slot
+        inputs[4, :num_rows] = batch.seq_lens
+        inputs[:, num_rows:] = self._padding[:, None]
         runner.packer.fill(captured.inputs, inputs)
-        captured.planner.plan(batch.req_pool_indices, batch.seq_lens, runner.page_table)
         captured.graph.replay()
         if not batch.samples:
             return PendingStep(batch)
@@ -123,11 +123,10 @@ class DecodeCudaGraphRunner:
 
     def _capture(self, size: int, pool: Any) -> Any:
         runner = self._runner
-        planner = runner.attn_backend.decode_graph_planner(size, runner.token_to_kv_pool.padding_page)
-        inputs = torch.zeros((4, size), dtype=torch.int64, device=runner.device)
-        inputs[2].fill_(runner.token_to_kv_pool.padding_slot)
+        inputs = torch.empty((5, size), dtype=torch.int64, device=runner.device)
+        runner.packer.fill(inputs, np.repeat(self._padding[:, None], size, axis=1))
         forward = self._forward_batch(size, inputs)
-        forward.attn_plan = planner.plan([], [], runner.page_table)
+        runner.attn_backend.plan(forward)
         for _ in range(WARM_UP_PASSES):
             self._pass(size, forward)
         graph = torch.cuda.CUDAGraph()
@@ -135,7 +134,7 @@ class DecodeCudaGraphRunner:
             graph, pool=pool, stream=runner.forward_stream, capture_error_mode="thread_local"
         ):
             self._pass(size, forward)
-        self._captured[size] = Captured(graph, planner, inputs)
+        self._captured[size] = Captured(graph, inputs)
         return graph.pool()
 
     def _forward_batch(self, size: int, inputs: torch.Tensor) -> ForwardBatch:
@@ -146,7 +145,7 @@ class DecodeCudaGraphRunner:
             input_ids=inputs[0],
             positions=inputs[1],
             req_pool_indices=inputs[3],
-            seq_lens=inputs[1] + 1,
+            seq_lens=inputs[4],
             out_cache_loc=inputs[2],
             token_to_kv_pool=runner.token_to_kv_pool,
             req_to_token_pool=runner.req_to_token_pool,
@@ -156,6 +155,7 @@ class DecodeCudaGraphRunner:
             extend_lens_cpu=[1] * size,
             req_pool_indices_cpu=[0] * size,
             page_table=runner.page_table,
+            device_page_table=runner.device_page_table,
             logits_indices=inputs[3],
             sampled_pool_indices=inputs[3],
         )

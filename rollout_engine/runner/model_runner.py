@@ -132,6 +132,7 @@ class ModelRunner:
         pool_shape, device = (self.max_running, columns), self.device
         self.req_to_token_pool = torch.zeros(pool_shape, dtype=torch.int32, device=device)
         self.page_table = np.zeros((self.max_running, -(-columns // self.config.page_size)), dtype=np.int32)
+        self.device_page_table = torch.from_numpy(self.page_table).to(device)
         self.last_tokens = torch.zeros(self.max_running, dtype=torch.int64, device=device)
 
     def init_attention_backends(self) -> None:
@@ -143,7 +144,6 @@ class ModelRunner:
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             page_size=pool.page_size,
-            max_pages=self.max_running * self.page_table.shape[1] + self.max_running,
             dtype=model.dtype,
             device=self.device,
         )
@@ -171,7 +171,7 @@ class ModelRunner:
         """Everything whose address a graph may remember, by name."""
         storages = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         storages["kv_cache"] = self.token_to_kv_pool.k[0]
-        storages["last_tokens"] = self.last_tokens
+        storages["last_tokens"], storages["page_table"] = self.last_tokens, self.device_page_table
         return storages
 
     def forward(self, batch: ScheduleBatch) -> StepResult:
