@@ -1,0 +1,353 @@
+"""What the rows share: engines, the trainer's weights, floors, and the checks outside the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.benchmarks.gpu import floors
+from tests.benchmarks.gpu.goals import BY_NAME
+from tests.benchmarks.gpu.model import QWEN3_8B, TINY, HostWeights, Weights, write_config
+from tests.benchmarks.gpu.results import Line, line
+from tests.engines import RunningEngine, serve
+from trainers_adapters import push_weights
+from trainers_adapters.sending import Sender
+from weight_updater.requests import BeginUpdate, Path as Way, UpdateReply
+from weight_updater.safetensors_io import save_weights
+
+REPEATS = 5
+START_SECONDS = 420.0
+"""Of an engine whose kernels have to be compiled first."""
+DISTURBED = "model.norm.weight"
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class NotHereError(Exception):
+    """This machine cannot measure the row (it needs a GPU, or two); not a failure."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a tiny run makes smaller."""
+
+    num_pages: int
+    stream_bytes: int  # of an update by the gRPC stream, for each repeat
+    window_s: float  # of counting tokens
+    load: tuple[int, int]  # batch and length of the load beside an update
+    prompts: tuple[int, int, int]  # prompts, their length and sampled tokens for log-probabilities
+    max_prefill_tokens: int
+
+
+FULL = Sizes(16384, 4 << 30, 0.8, (64, 3000), (8, 128, 64), 8192)
+SMALL = Sizes(2048, 64 << 10, 0.3, (4, 1500), (2, 16, 8), 512)
+
+
+@dataclass
+class Bench:
+    """One run. Things are made when a row first asks for them, and kept for the others."""
+
+    device: torch.device
+    tiny: bool
+    folder: Path
+    stack: contextlib.ExitStack
+    _engine: RunningEngine | None = None
+    _engine_stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    engines_started: int = 0
+    greedy_after_updates: list[int] = field(default_factory=list)
+    tokens_per_second: dict[str, float] = field(default_factory=dict)
+    _known_digests: set[tuple[int, str]] = field(default_factory=set)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def shape(self) -> dict:
+        return TINY if self.tiny else QWEN3_8B
+
+    @property
+    def sizes(self) -> Sizes:
+        return SMALL if self.tiny else FULL
+
+    def say(self, what: str) -> None:
+        print(f"  {time.strftime('%H:%M:%S')} {what}", flush=True)
+
+    # ------------------------------------------------------------ engines
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """ServeConfig fields of every engine of the run, but for the weights."""
+        fields: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "device": str(self.device),
+            "num_pages": self.sizes.num_pages,
+            "max_running_requests": 256,
+            "max_prefill_tokens": self.sizes.max_prefill_tokens,
+            "prefix_cache": False,
+        }
+        if self.is_cuda:
+            fields |= {
+                "cuda_graphs": True,
+                "capture_batch_sizes": ",".join(map(str, CAPTURE_SIZES)),
+                "overlap": True,
+                "attention_backend": "flashinfer",
+            }
+        return fields
+
+    def flags(self) -> list[str]:
+        """`config` as options of `rollsync serve`, with staging on the device."""
+        options = ["--reserve-device-staging", "--weights-root", str(self.folder)]
+        for name, value in self.config.items():
+            option = name.replace("_", "-")
+            if isinstance(value, bool):
+                options.append(f"--{option}" if value else f"--no-{option}")
+            else:
+                options += [f"--{option}", str(value)]
+        return options
+
+    @property
+    def engine(self) -> RunningEngine:
+        """The engine that runs; if none does, one with random weights."""
+        if self._engine is None:
+            directory = write_config(self.folder / "config-only", self.shape)
+            self.start_engine(directory, "--load-format", "random")
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def has_engine(self) -> bool:
+        return self._engine is not None
+
+    def greedy(self) -> list[int]:
+        """Greedy tokens of a fixed prompt."""
+        completion = self.engine.greedy(list(range(3, 67)), max_tokens=16, ignore_eos=True)
+        return list(completion.token_ids)
+
+    def note_greedy(self) -> None:
+        """Keep what an engine answers whose weights came by updates, to compare with a fresh engine's."""
+        if self._engine is not None and not self.greedy_after_updates:
+            self.ensure_live()
+            self.greedy_after_updates = self.greedy()
+
+    def start_engine(self, model: Path, *flags: str) -> float:
+        """Start an engine and give the seconds until it was ready."""
+        self.stop_engine()
+        self.say(f"starting an engine ({' '.join(flags) or model.name})")
+        start = time.perf_counter()
+        threads = 1 if self.tiny else 8
+        running = serve(
+            model, *self.flags(), *flags, dtype="bfloat16", num_threads=threads, start_seconds=START_SECONDS
+        )
+        self._engine = self._engine_stack.enter_context(running)
+        self.engines_started += 1
+        seconds = time.perf_counter() - start
+        self.say(f"ready after {seconds:.1f} s")
+        return seconds
+
+    def tidy(self) -> None:
+        """After a row, however it ended: the weights as drawn; an engine that died is forgotten."""
+        if self._engine is not None and self._engine.process.poll() is not None:
+            self.say("the engine has died; the next row starts another")
+            self.stop_engine()
+        if "weights" in self.__dict__:
+            self.weights.restore()
+
+    def stop_engine(self) -> None:
+        if self._engine is not None:
+            self.say("stopping the engine")
+            self._engine = None
+            self._engine_stack.close()
+
+    # ------------------------------------------------------------ weights
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The trainer's, in the layout of the engine, which has others."""
+        layout = self.engine.weights.layout()
+        self.say(f"drawing the trainer's weights ({layout.arena_bytes / 1e9:.2f} GB)")
+        made = Weights(layout, self.device, seed=1)
+        self.stack.callback(made.close)
+        return made
+
+    @cached_property
+    def host_weights(self) -> HostWeights:
+        """A copy in a registered segment, which is where the tensor path starts."""
+        self.weights.restore()
+        self.say("copying the weights into a shared-memory segment")
+        made = HostWeights(self.weights)
+        self.stack.callback(made.close)
+        return made
+
+    @cached_property
+    def disk_weights(self) -> Path:
+        """A model directory with checksums in its files, as DiskDirectory writes it."""
+        return self.write_weights("with-checksums", checksums=True)
+
+    def write_weights(self, name: str, *, checksums: bool) -> Path:
+        self.weights.restore()
+        directory = write_config(self.folder / name, self.shape)
+        self.say(f"writing {name} into {directory}")
+        save_weights(str(directory), self.weights, checksums=checksums)
+        return directory
+
+    # ------------------------------------------------------------ updates
+
+    def begin(self, path: Way, *, checksums: bool, **fields: Any) -> BeginUpdate:
+        """BeginUpdate as a trainer sends it: by digest once the engine knows the manifest."""
+        manifest = self.weights.manifest(checksums=checksums)
+        known = (self.engines_started, manifest.digest())
+        if known in self._known_digests:
+            sums = tuple(spec.checksum for spec in manifest.tensors if spec.checksum is not None)
+            fields |= {"manifest_digest": manifest.digest(), "checksums": sums}
+        else:
+            fields["manifest"] = manifest
+            self._known_digests.add(known)
+        return BeginUpdate(path=path, skip_checksums=not checksums, **fields)
+
+    def repeat(
+        self,
+        call: Callable[[], UpdateReply],
+        *,
+        before: Callable[[], object] | None = None,
+        num_changed: int = 1,
+    ) -> tuple[float, list[UpdateReply]]:
+        """Median seconds of REPEATS calls after a warm-up, and their replies.
+
+        Args:
+            before: outside the clock, before each call; the default writes something else into one tensor
+                of the engine, so that no call finds its own bytes there already.
+            num_changed: tensors that each update must have changed at least.
+        """
+        seconds, replies = [], []
+        for index in range(REPEATS + 1):
+            (before or self.disturb)()
+            floors.synchronise(self.device)
+            start = time.perf_counter()
+            reply = call()
+            taken = time.perf_counter() - start
+            if reply.num_changed < num_changed:
+                raise AssertionError(f"the update changed {reply.num_changed} tensors, not {num_changed}")
+            if index:
+                seconds.append(taken)
+                replies.append(reply)
+            self.say(f"{'warm-up ' if not index else ''}{taken * 1e3:.1f} ms (pause {pause_ms(reply):.1f})")
+        return statistics.median(seconds), replies
+
+    def disturb(self) -> None:
+        """Write other values into one small tensor of the engine, by the plainest way there is."""
+        manifest = self.weights.manifest(checksums=False)
+        spec = next(spec for spec in manifest.tensors if spec.name == DISTURBED)
+        other = torch.full(spec.shape, random.uniform(1.5, 2.5)).to(self.weights.dtype)
+        begin = BeginUpdate(
+            path=Way.TENSOR, manifest=replace(manifest, tensors=(spec,)), partial=True, skip_checksums=True
+        )
+        data = other.view(torch.uint8).numpy().tobytes()
+        self.engine.weights.update_from_tensor(begin, [(0, 0, data)])
+
+    def from_ipc(self, *, checksums: bool, **fields: Any) -> UpdateReply:
+        """One call: begin, lend the weights, commit."""
+        begin = self.begin(Way.IPC, checksums=checksums, **fields)
+        weights = self.weights
+        return self.engine.weights.update_from_ipc(begin, [weights.region], weights.placements)
+
+    def push(self, sender: Sender, *, source: Any = None, **options: Any) -> UpdateReply:
+        """push_weights to the engine; gives its reply."""
+        report = push_weights(source or self.weights, self.engine.weights, via=sender, **options)
+        return report.replies[self.engine.address]
+
+    def check_live(self, names: Sequence[str] = ()) -> None:
+        """Compare what lies in the engine's slots with the trainer's own checksums of its weights."""
+        expected = dict(zip(self.weights.named, self.weights.checksums(), strict=True))
+        if names:
+            expected = {name: expected[name] for name in names}
+        live = self.engine.weights.checksums(names).by_name
+        wrong = [name for name, value in expected.items() if live.get(name) != value]
+        if wrong or (not names and live.keys() - expected.keys()):
+            raise AssertionError(f"{len(wrong)} of {len(expected)} tensors differ, the first is {wrong[:1]}")
+
+    def ensure_live(self) -> None:
+        """Make the engine serve the trainer's weights as they were drawn."""
+        self.weights.restore()
+        try:
+            self.check_live()
+        except AssertionError:
+            begin = self.begin(Way.TENSOR, checksums=False)
+            self.engine.weights.update_from_tensor(begin, segment=self.host_weights.descriptor)
+            self.check_live()
+
+    # ------------------------------------------------------------ floors and lines
+
+    @cached_property
+    def copy_seconds(self) -> float:
+        self.say("floor: one device copy")
+        return floors.device_copy(self.weights)
+
+    @cached_property
+    def pinned_seconds(self) -> float:
+        self.say("floor: pinned host-to-device copy")
+        return floors.pinned_copy(self.weights.nbytes, self.device)
+
+    @cached_property
+    def flops(self) -> float:
+        self.say("floor: large products")
+        shape, rows = self.shape, self.sizes.max_prefill_tokens
+        return floors.product_rate(
+            shape["hidden_size"], shape["intermediate_size"], rows, torch.bfloat16, self.device
+        )
+
+    @cached_property
+    def copy_bytes_per_s(self) -> float:
+        return 2 * self.weights.arena.nbytes / self.copy_seconds
+
+    def line(self, name: str, value: float, floor: float | None, **more: Any) -> Line:
+        return line(BY_NAME[name], value, floor, **more)
+
+    def prompts(self, seed: int, batch: int, length: int) -> list[list[int]]:
+        rng = random.Random(seed)
+        return [[rng.randrange(3, self.shape["vocab_size"]) for _ in range(length)] for _ in range(batch)]
+
+
+def pause_ms(reply: UpdateReply) -> float:
+    return reply.seconds.pause * 1e3
+
+
+def median_pause_ms(replies: Sequence[UpdateReply]) -> float:
+    return statistics.median(pause_ms(reply) for reply in replies)
+
+
+def stages(reply: UpdateReply) -> str:
+    """The stages of a reply that took time, in ms."""
+    seconds = reply.seconds
+    names = ("transfer", "verify", "pause", "write", "finalise", "recapture", "wait")
+    found = {name: getattr(seconds, name) * 1e3 for name in names}
+    return ", ".join(f"{name} {value:.1f}" for name, value in found.items() if value >= 0.05)
+
+
+@contextlib.contextmanager
+def bench(device: torch.device, *, tiny: bool) -> Iterator[Bench]:
+    """A run in a folder of its own; engines, segments and files are gone at its end."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=_roomy(tiny))))
+        made = Bench(device, tiny, folder, stack)
+        stack.callback(made.stop_engine)
+        yield made
+
+
+def _roomy(tiny: bool) -> str:
+    """/dev/shm if two checkpoints and a segment fit there, else the temporary directory (page cache)."""
+    needed = (1 << 20) if tiny else 3 * 17 * 10**9
+    shared = Path("/dev/shm")
+    if shared.is_dir() and shutil.disk_usage(shared).free > needed:
+        return str(shared)
+    return tempfile.gettempdir()
