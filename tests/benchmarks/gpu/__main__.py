@@ -72,7 +72,8 @@ def run(names: list[str], device: torch.device, *, tiny: bool, out: Path | None)
             finally:
                 made.tidy()
     ordered = [lines[goal.name] for goal in GOALS if goal.name in lines]
-    show(f"{_device_name(device)}, torch {torch.__version__}, {time.monotonic() - started:.0f} s", ordered, others)
+    seconds = time.monotonic() - started
+    show(f"{_device_name(device)}, torch {torch.__version__}, {seconds:.0f} s", ordered, others)
     return 1 if failed else 0
 
 
@@ -82,7 +83,8 @@ def _measure(made: Bench, name: str, *, compare: bool) -> Line:
     measured = ROWS[name](made)
     floor = "" if measured.floor is None else f", floor {measured.floor:.4g}"
     met = "met" if measured.met else "NOT met"
-    print(f"  {measured.value:.4g} {measured.unit}{floor}; {measured.goal}: {met}; {measured.note}", flush=True)
+    value = f"{measured.value:.4g} {measured.unit}"
+    print(f"  {value}{floor}; {measured.goal}: {met}; {measured.note}", flush=True)
     return measured
 
 

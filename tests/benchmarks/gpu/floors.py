@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from tests.benchmarks.gpu.model import HostWeights, Weights
+from tests.benchmarks.gpu.model import Weights
 
 REPEATS = 5
-CHUNK_BYTES = 4 << 20
 PINNED_BYTES = 1 << 30
 """Of the pinned buffer that the host-to-device floor copies from again and again."""
 
@@ -35,9 +34,12 @@ def synchronise(device: torch.device) -> None:
 
 def device_copy(weights: Weights) -> float:
     """Seconds of one flat copy of all bytes on the device."""
-    other = torch.empty_like(weights.arena)
-    seconds = median_seconds(lambda: other.copy_(weights.arena), weights.device)
-    del other
+
+    def measured() -> float:
+        other = torch.empty_like(weights.arena)
+        return median_seconds(lambda: other.copy_(weights.arena), weights.device)
+
+    seconds = measured()
     if weights.device.type == "cuda":
         torch.cuda.empty_cache()
     return seconds
@@ -51,7 +53,9 @@ def pinned_copy(nbytes: int, device: torch.device) -> float:
     return median_seconds(lambda: there.copy_(here, non_blocking=True), device) * nbytes / piece
 
 
-def product_rate(hidden: int, intermediate: int, rows: int, dtype: torch.dtype, device: torch.device) -> float:
+def product_rate(
+    hidden: int, intermediate: int, rows: int, dtype: torch.dtype, device: torch.device
+) -> float:
     """Multiply-adds times two, per second, of the model's widest product over `rows` tokens."""
     x = torch.randn(rows, hidden, device=device, dtype=torch.float32).to(dtype)
     weight = torch.randn(2 * intermediate, hidden, device=device, dtype=torch.float32).to(dtype)
@@ -101,11 +105,3 @@ def stream_rates(nbytes: int) -> dict[str, float]:
             address = f"127.0.0.1:{server.ask('port')}"
             rates[kind] = stream_server.client_rate(kind, address, nbytes)
     return rates
-
-
-def chunks(host: HostWeights, chunk_bytes: int) -> Iterator[memoryview]:
-    """The bytes of all tensors in order."""
-    for tensor in host.named.values():
-        data = tensor.reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(data), chunk_bytes):
-            yield data[start : start + chunk_bytes]

@@ -65,7 +65,7 @@ class Inside:
         try:
             engine = build(self._config, channel)
             engine.run()
-        except Exception as error:  # noqa: BLE001 - told by `ready`
+        except Exception as error:  # told by `ready`
             self._channel.failure = f"{type(error).__name__}: {error}"
             self._channel.ready.set()
             raise

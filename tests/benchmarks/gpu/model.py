@@ -77,7 +77,7 @@ class Weights:
             self._segment = SharedSegment.create(layout.arena_bytes, owner_lock=True)
             self.arena = torch.frombuffer(self._segment.buf, dtype=torch.uint8)
         else:
-            self.arena = torch.empty(layout.arena_bytes, dtype=torch.uint8, device=device)
+            self.arena = torch.zeros(layout.arena_bytes, dtype=torch.uint8, device=device)
         self._places = [place for place in layout.placements if not place.alias_of]
         self.named = {place.name: _view(self.arena, place) for place in self._places}
         self.dtype = next(iter(self.named.values())).dtype
@@ -85,7 +85,9 @@ class Weights:
         self._draw(seed)
         specs = (TensorSpec(place.name, place.dtype, place.shape) for place in self._places)
         self._manifest = Manifest(tuple(specs))
+        self.digest = self._manifest.digest()
         self.region = self._lend()
+        self.placements = self._placements()
 
     def _draw(self, seed: int) -> None:
         generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -99,9 +101,10 @@ class Weights:
     def _lend(self) -> ShmSegment | CudaIpcRegion:
         return self._segment.descriptor if self._segment is not None else lend(self.arena)
 
-    @property
-    def placements(self) -> list[RegionPlacement]:
-        """Where the manifest's tensors lie in the region."""
+    def _placements(self) -> list[RegionPlacement]:
+        """Where the manifest's tensors lie in the region; nothing to say if they are packed in order."""
+        if [place.offset for place in self._places] == self._manifest.packed_offsets()[0]:
+            return []
         return [RegionPlacement(i, 0, place.offset) for i, place in enumerate(self._places)]
 
     @property

@@ -18,11 +18,11 @@ ROWS: dict[str, Callable[[Bench], Line]] = {
     "ipc_device": rows_ipc.ipc_device,
     "ipc_checksums": rows_ipc.ipc_checksums,
     "graphs": rows_paths.graphs,
-    "pause": rows_ipc.pause,
     "distributed": rows_paths.distributed,
     "tensor_shm": rows_paths.tensor_shm,
     "tensor_stream": rows_paths.tensor_stream,
     "disk": rows_paths.disk,
+    "pause": rows_ipc.pause,
     "decode_during_update": rows_generate.decode_during_update,
     "ipc_adopt": rows_ipc.ipc_adopt,  # stops it: its weights are the trainer's memory
     # without one
