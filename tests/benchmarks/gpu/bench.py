@@ -182,9 +182,7 @@ class Bench:
         """The trainer's, in the layout of the engine, which has others."""
         layout = self.engine.weights.layout()
         self.say(f"drawing the trainer's weights ({layout.arena_bytes / 1e9:.2f} GB)")
-        made = Weights(layout, self.device, seed=1)
-        self.stack.callback(made.close)
-        return made
+        return Weights(layout, self.device, seed=1)
 
     @cached_property
     def host_weights(self) -> HostWeights:
@@ -250,7 +248,7 @@ class Bench:
             self.say(f"{'warm-up ' if not index else ''}{taken * 1e3:.1f} ms (pause {pause_ms(reply):.1f})")
         return statistics.median(seconds), replies
 
-    def disturb(self) -> None:
+    def disturb(self, **options: Any) -> UpdateReply:
         """Write other values into one small tensor of the engine, by the plainest way there is."""
         manifest = self.weights.manifest(checksums=False)
         spec = next(spec for spec in manifest.tensors if spec.name == DISTURBED)
@@ -261,15 +259,10 @@ class Bench:
             partial=True,
             skip_checksums=True,
             inflight=Inflight.KEEP,
+            **options,
         )
         data = other.view(torch.uint8).numpy().tobytes()
-        self.engine.weights.update_from_tensor(begin, [(0, 0, data)])
-
-    def from_ipc(self, *, checksums: bool, **fields: Any) -> UpdateReply:
-        """One call: begin, lend the weights, commit."""
-        begin = self.begin(Way.IPC, checksums=checksums, **fields)
-        weights = self.weights
-        return self.engine.weights.update_from_ipc(begin, [weights.region], weights.placements)
+        return self.engine.weights.update_from_tensor(begin, [(0, 0, data)])
 
     def push(self, sender: Sender, *, source: Any = None, **options: Any) -> UpdateReply:
         """push_weights to the engine; gives its reply."""

@@ -7,19 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from tests.benchmarks.gpu.lending import lend
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.checksum import checksums as checksums_of
-from weight_updater.requests import (
-    CudaIpcRegion,
-    Layout,
-    Manifest,
-    Placement,
-    RegionPlacement,
-    ShmSegment,
-    TensorSpec,
-)
+from weight_updater.requests import Layout, Manifest, Placement, ShmSegment, TensorSpec
 from weight_updater.shm import SharedSegment
 
 QWEN3_8B = {
@@ -65,29 +57,22 @@ def write_config(directory: Path, shape: dict) -> Path:
 
 
 class Weights:
-    """All tensors in one allocation in the engine's layout: on a GPU, or in shared memory on a CPU.
+    """A trainer's tensors, all in one allocation; a source for push_weights.
 
-    It is a source for push_weights. named: the slots' names and views, without aliases.
+    named: names and views of the engine's slots, without aliases.
     """
 
     def __init__(self, layout: Layout, device: torch.device, seed: int) -> None:
         self.device = device
-        self._segment = None
-        if device.type == "cpu":
-            self._segment = SharedSegment.create(layout.arena_bytes, owner_lock=True)
-            self.arena = torch.frombuffer(self._segment.buf, dtype=torch.uint8)
-        else:
-            self.arena = torch.zeros(layout.arena_bytes, dtype=torch.uint8, device=device)
-        self._places = [place for place in layout.placements if not place.alias_of]
-        self.named = {place.name: _view(self.arena, place) for place in self._places}
+        self.arena = torch.zeros(layout.arena_bytes, dtype=torch.uint8, device=device)
+        places = [place for place in layout.placements if not place.alias_of]
+        self.named = {place.name: _view(self.arena, place) for place in places}
         self.dtype = next(iter(self.named.values())).dtype
         self._sign = 1
         self._draw(seed)
-        specs = (TensorSpec(place.name, place.dtype, place.shape) for place in self._places)
+        specs = (TensorSpec(place.name, place.dtype, place.shape) for place in places)
         self._manifest = Manifest(tuple(specs))
         self.digest = self._manifest.digest()
-        self.region = self._lend()
-        self.placements = self._placements()
 
     def _draw(self, seed: int) -> None:
         generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -97,15 +82,6 @@ class Weights:
             else:
                 tensor.normal_(0.0, STD, generator=generator)
         self._synchronise()
-
-    def _lend(self) -> ShmSegment | CudaIpcRegion:
-        return self._segment.descriptor if self._segment is not None else lend(self.arena)
-
-    def _placements(self) -> list[RegionPlacement]:
-        """Where the manifest's tensors lie in the region; nothing to say if they are packed in order."""
-        if [place.offset for place in self._places] == self._manifest.packed_offsets()[0]:
-            return []
-        return [RegionPlacement(i, 0, place.offset) for i, place in enumerate(self._places)]
 
     @property
     def nbytes(self) -> int:
@@ -138,12 +114,6 @@ class Weights:
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def close(self) -> None:
-        self.named, self.arena = {}, torch.empty(0, dtype=torch.uint8)
-        if self._segment is not None:
-            self._segment.close()
-            self._segment.unlink()
 
 
 class HostWeights:
@@ -193,6 +163,20 @@ class Part:
         sums = checksums_of(list(self._named.values()))
         found = zip(self._manifest.tensors, sums, strict=True)
         return Manifest(tuple(TensorSpec(s.name, s.dtype, s.shape, value) for s, value in found))
+
+
+def as_module(named: dict[str, torch.Tensor]) -> nn.Module:
+    """A module whose parameters are these tensors, under these names."""
+    root = nn.Module()
+    for name, tensor in named.items():
+        *path, leaf = name.split(".")
+        parent = root
+        for part in path:
+            if part not in dict(parent.named_children()):
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    return root
 
 
 def _view(arena: torch.Tensor, place: Placement) -> torch.Tensor:

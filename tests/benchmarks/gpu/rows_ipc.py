@@ -7,32 +7,20 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from torch import nn
 
 from tests import children
 from tests.benchmarks.gpu.bench import REPEATS, Bench, median_pause_ms, pause_ms, stages
-from tests.benchmarks.gpu.model import Weights
+from tests.benchmarks.gpu.floors import synchronise
+from tests.benchmarks.gpu.model import as_module
 from tests.benchmarks.gpu.results import Line
-from trainers_adapters.clients import WeightsClient
-from trainers_adapters.sending import Outgoing, Sender
-from weight_updater.requests import BeginReply, BeginUpdate, Path, UpdateReply
+from trainers_adapters import AdoptedArena, IpcArena
+from weight_updater.requests import BeginUpdate, Path, UpdateReply
 
 NUM_STREAMS = 8
-
-
-class Lent(Sender):
-    """push_weights by ipc without a copy on the trainer's side: the weights are lent as they lie."""
-
-    path: ClassVar[Path] = Path.IPC
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-
-    def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
-        regions, placements = [self._weights.region], self._weights.placements
-        return client.update_from_ipc(begun.update_id, regions, placements)
 
 
 def ipc_none(bench: Bench) -> Line:
@@ -48,51 +36,61 @@ def ipc_checksums(bench: Bench) -> Line:
 
 
 def _ipc(bench: Bench, name: str, staging: str, *, checksums: bool, floor: float) -> Line:
-    """One call of WeightsClient; push_weights, which makes three, stands in the note."""
+    """push_weights of weights that lie on the GPU; every one of them has changed before each push."""
     weights = bench.weights
-    changes: dict[str, Any] = {"before": weights.change, "num_changed": len(weights.named)}
-    value, replies = bench.repeat(lambda: bench.from_ipc(checksums=checksums, staging=staging), **changes)
-    bench.check_live()
+    with IpcArena() as sender:
+        value, replies = bench.repeat(
+            lambda: bench.push(sender, staging=staging, verify=checksums),
+            before=weights.change,
+            num_changed=len(weights.named),
+        )
+        bench.check_live()
     if checksums and not all(reply.verified for reply in replies):
         raise AssertionError("the engine did not compare the checksums")
-    bench.say("the same by push_weights")
-    sender = Lent(weights)
-    pushed, _ = bench.repeat(lambda: bench.push(sender, staging=staging, verify=checksums), **changes)
-    bench.check_live()
-    note = f"push_weights {pushed * 1e3:.1f} ms; {stages(replies[-1])}"
-    return bench.line(name, value * 1e3, floor * 1e3, note=note)
+    return bench.line(name, value * 1e3, floor * 1e3, note=f"in ms: {stages(replies[-1])}")
 
 
 def ipc_adopt(bench: Bench) -> Line:
     """The engine's slots point at the trainer's memory. Leaves the engine stopped."""
-    weights = bench.weights
+    module = as_module(bench.weights.named)
+    arena = AdoptedArena(bench.engine.weights, module)
     free_before = _free_bytes(bench)
-    seconds, recaptures, first = [], [], None
+    seconds, first = [], ""
     try:
         for index in range(REPEATS + 1):
-            weights.change()
-            start = time.perf_counter()
-            reply = bench.from_ipc(checksums=False, adopt=True)
-            taken = time.perf_counter() - start
+            taken, reply = _adopted_once(bench, arena, module)
             bench.say(f"{taken * 1e3:.1f} ms (recapture {reply.seconds.recapture * 1e3:.1f})")
             if index:
-                seconds.append(taken)
-                recaptures.append(reply.seconds.recapture)
+                seconds.append(taken - reply.seconds.recapture)
             else:
-                first = (taken, reply.seconds.recapture, reply.graphs_recaptured)
+                first = (
+                    f"the first took {taken * 1e3:.1f} ms with {reply.seconds.recapture * 1e3:.1f} ms for "
+                    f"{reply.graphs_recaptured} graphs"
+                )
         new_bytes = free_before - _free_bytes(bench)
-        bench.check_live()
+        bench.check_live()  # the signs have changed an even number of times
     finally:
         bench.stop_engine()
-    value = statistics.median(t - r for t, r in zip(seconds, recaptures, strict=True))
-    assert first is not None
-    whole, recapture, num_graphs = first
-    note = (
-        f"without recapture; the first took {whole * 1e3:.1f} ms with {recapture * 1e3:.1f} ms for "
-        f"{num_graphs} graphs; free memory fell by {new_bytes / 1e6:.1f} MB"
-    )
+        arena.close()
+    value = statistics.median(seconds)
+    note = f"without recapture; {first}; free memory fell by {new_bytes / 1e6:.1f} MB; {stages(reply)}"
     # Graphs captured anew may take a little more or less than before; weights would be gigabytes.
     return bench.line("ipc_adopt", value * 1e3, None, also=new_bytes <= 64 << 20, note=note)
+
+
+def _adopted_once(bench: Bench, arena: AdoptedArena, module: nn.Module) -> tuple[float, UpdateReply]:
+    """Seconds of one update without what the trainer does within it, and the reply."""
+    start = time.perf_counter()
+    with arena.update():
+        begun = time.perf_counter()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.neg_()
+        synchronise(bench.device)
+        written = time.perf_counter()
+    ended = time.perf_counter()
+    assert arena.report is not None
+    return ended - start - (written - begun), arena.report
 
 
 def _free_bytes(bench: Bench) -> int:
@@ -118,12 +116,13 @@ def pause(bench: Bench) -> Line:
         begin = BeginUpdate(path=Path.DISK, directory=directory, **kept)
         return client.update_from_disk(begin, directory)
 
-    ways = {
-        "ipc": (bench.weights.change, lambda: bench.from_ipc(checksums=False, **kept)),
-        "tensor": (bench.disturb, by_tensor),
-        "disk": (bench.disturb, by_disk),
-    }
-    seen = {way: _seen(bench, way, before, update) for way, (before, update) in ways.items()}
+    with IpcArena() as sender:
+        ways = {
+            "ipc": (bench.weights.change, lambda: bench.push(sender, verify=False, **kept)),
+            "tensor": (bench.disturb, by_tensor),
+            "disk": (bench.disturb, by_disk),
+        }
+        seen = {way: _seen(bench, way, before, update) for way, (before, update) in ways.items()}
     gap, step, _ = max(seen.values())
     told = (f"{way} {gap:.1f} (step {step:.1f}, {said})" for way, (gap, step, said) in seen.items())
     met = all(gap <= 12 + step for gap, step, _ in seen.values())

@@ -170,13 +170,10 @@ def graphs(bench: Bench) -> Line:
     """Capturing all graphs again on demand; none of it when no address moved."""
     if not bench.is_cuda:
         raise NotHereError("a CPU captures no graphs")
-    weights = bench.weights
     recaptured, kept = [], []
     for index in range(REPEATS + 1):
-        weights.change()
-        always = bench.from_ipc(checksums=False, recapture=Recapture.ALWAYS)
-        weights.change()
-        auto = bench.from_ipc(checksums=False)
+        always = bench.disturb(recapture=Recapture.ALWAYS)
+        auto = bench.disturb()
         seconds = always.seconds.recapture
         bench.say(f"{seconds:.3f} s for {always.graphs_recaptured} graphs, then {auto.graphs_kept} kept")
         if always.graphs_recaptured < len(CAPTURE_SIZES):
@@ -186,7 +183,6 @@ def graphs(bench: Bench) -> Line:
         if index:
             recaptured.append(seconds)
             kept.append(auto.seconds.recapture)
-    bench.check_live()
     value, nothing = statistics.median(recaptured), max(kept)
     note = f"{always.graphs_recaptured} graphs; {nothing * 1e3:.2f} ms when no address moved"
     return bench.line("graphs", value, None, also=nothing < 0.001, note=note)
