@@ -11,6 +11,7 @@ then unless --out names a file.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 import traceback
@@ -46,35 +47,53 @@ def main(arguments: list[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device; --tiny --device cpu tries the benchmark itself", file=sys.stderr)
         return 2
-    return run(names, device, tiny=options.tiny, out=options.out)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines, segments, files go with us
+    try:
+        return run(names, device, tiny=options.tiny, out=options.out)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run(names: list[str], device: torch.device, *, tiny: bool, out: Path | None) -> int:
     """Run rows, keep each line as soon as it is there, print the table."""
     lines: dict[str, Line] = {}
     others: dict[str, str] = {}
-    failed = False
+    failures = 0
     started = time.monotonic()
     with bench(device, tiny=tiny) as made:
         for name in names:
             print(f"measuring {name} ({time.monotonic() - started:.0f} s since the start)", flush=True)
+            before = failures
             try:
                 lines[name] = _measure(made, name, compare="start" in names)
+                _keep(name, lines[name], device, tiny, out)
             except NotHereError as error:
                 others[BY_NAME[name].what] = str(error)
             except Exception as error:  # noqa: BLE001 - the other rows still run
-                failed = True
+                failures += 1
                 traceback.print_exc()
-                _explain(made)
                 others[BY_NAME[name].what] = f"FAILED: {type(error).__name__}: {str(error)[:200]}"
-            else:
-                _keep(name, lines[name], device, tiny, out)
-            finally:
-                made.tidy()
+            failures += _ended(made, name, failed=failures > before, last=name == names[-1])
     ordered = [lines[goal.name] for goal in GOALS if goal.name in lines]
     seconds = time.monotonic() - started
     show(f"{_device_name(device)}, torch {torch.__version__}, {seconds:.0f} s", ordered, others)
-    return 1 if failed else 0
+    return 1 if failures else 0
+
+
+def _ended(made: Bench, name: str, *, failed: bool, last: bool) -> int:
+    """Tidy up after a row, after the last one also the engine; gives the number of failures."""
+    try:
+        if failed and made.has_engine:
+            log = made.engine.log.read_text().splitlines()
+            print("\n".join(["the engine's log ends with:", *log[-30:]]), file=sys.stderr, flush=True)
+        made.tidy(failed=failed)
+        if last:
+            made.stop_engine()
+    except Exception:  # noqa: BLE001 - what was measured is still shown
+        print(f"after {name}:", file=sys.stderr)
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def _measure(made: Bench, name: str, *, compare: bool) -> Line:
@@ -86,13 +105,6 @@ def _measure(made: Bench, name: str, *, compare: bool) -> Line:
     value = f"{measured.value:.4g} {measured.unit}"
     print(f"  {value}{floor}; {measured.goal}: {met}; {measured.note}", flush=True)
     return measured
-
-
-def _explain(made: Bench) -> None:
-    """The end of the engine's log, if there is an engine."""
-    if made.has_engine:
-        log = made.engine.log.read_text().splitlines()
-        print("\n".join(["the engine's log ends with:", *log[-30:]]), file=sys.stderr, flush=True)
 
 
 def _keep(name: str, measured: Line, device: torch.device, tiny: bool, out: Path | None) -> None:

@@ -42,9 +42,7 @@ def _ipc(bench: Bench, name: str, staging: str, *, checksums: bool, floor: float
         value, replies = bench.repeat(
             lambda: bench.push(sender, staging=staging, verify=checksums),
             before=weights.change,
-            num_changed=len(weights.named),
         )
-        bench.check_live()
     if checksums and not all(reply.verified for reply in replies):
         raise AssertionError("the engine did not compare the checksums")
     return bench.line(name, value * 1e3, floor * 1e3, note=f"in ms: {stages(replies[-1])}")
@@ -151,7 +149,7 @@ def _seen(
     bench.check_live()
     if not all(reply.num_kept for reply in replies):
         raise AssertionError("no sequence was running at a commit; nothing was seen")
-    gap = statistics.median(_largest_gap(arrivals, span) for span in spans)
+    gap = statistics.median(largest_gap(arrivals, span) for span in spans)
     usual = statistics.median(gap for times in arrivals for gap in _gaps(times))
     said = f"pause {median_pause_ms(replies):.1f}, at most {max(map(pause_ms, replies)):.1f}"
     bench.say(f"{way}: gap {gap * 1e3:.1f} ms, step {usual * 1e3:.1f} ms, {said}")
@@ -162,7 +160,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
     return [late - early for early, late in itertools.pairwise(times)]
 
 
-def _largest_gap(arrivals: Sequence[Sequence[float]], span: tuple[float, float]) -> float:
+def largest_gap(arrivals: Sequence[Sequence[float]], span: tuple[float, float]) -> float:
     """Seconds of the longest gap that overlaps the span, over all streams."""
     largest = 0.0
     for times in arrivals:

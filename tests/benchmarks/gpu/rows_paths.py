@@ -36,7 +36,6 @@ def tensor_shm(bench: Bench) -> Line:
 
     begins = {False: lambda: bench.begin(Path.TENSOR, checksums=False), True: with_checksums}
     value, replies = bench.repeat(lambda: update(False))
-    bench.check_live()
     bench.say("the same with checksums")
     checked, checked_replies = bench.repeat(lambda: update(True))
     if not all(reply.verified for reply in checked_replies):
@@ -69,8 +68,8 @@ def tensor_stream(bench: Bench) -> Line:
             seconds, replies = bench.repeat(
                 lambda sender=sender: bench.push(sender, source=part, partial=True, verify=False),
                 before=change_one,
+                check=lambda: bench.check_live(names),
             )
-        bench.check_live(names)
         found[streams] = part.nbytes / seconds
         pause = median_pause_ms(replies)
     one, best = found["one stream"], max(found.values())
@@ -108,13 +107,11 @@ def disk(bench: Bench) -> Line:
         return client.update_from_disk(begin, directory)
 
     value, replies = bench.repeat(lambda: update(directory, True))
-    bench.check_live()
     if not all(reply.verified for reply in replies):
         raise AssertionError("the engine did not compare the checksums")
     plain = bench.write_weights("without-checksums", checksums=False)
     try:
         unchecked, _ = bench.repeat(lambda: update(str(plain), False))
-        bench.check_live()
     finally:
         shutil.rmtree(plain)
     note = (
@@ -137,7 +134,6 @@ def distributed(bench: Bench) -> Line:
             seconds, replies = bench.repeat(
                 lambda staging=staging: bench.push(sender, source=source, staging=staging, verify=False)
             )
-            bench.check_live()
             values[staging] = seconds
             told.append(f"staging {staging} {seconds * 1e3:.1f} ms, pause {median_pause_ms(replies):.1f}")
     note = f"checksums off; {'; '.join(told)}; {stages(replies[-1])}"

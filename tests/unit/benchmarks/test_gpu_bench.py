@@ -7,14 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.benchmarks.gpu import rows
-from tests.benchmarks.gpu.__main__ import main
+from tests.benchmarks.gpu.__main__ import main, run
+from tests.benchmarks.gpu.bench import Bench, NotHereError
 from tests.benchmarks.gpu.floors import decode_rate
 from tests.benchmarks.gpu.goals import BY_NAME, GOALS
 from tests.benchmarks.gpu.model import QWEN3_8B
 from tests.benchmarks.gpu.results import line, merge
-from tests.benchmarks.gpu.rows_ipc import _largest_gap
+from tests.benchmarks.gpu.rows_ipc import largest_gap
 
 COPY_BYTES_PER_S, FLOPS = 4.24e12, 7e14
 
@@ -87,7 +89,37 @@ def test_floors_of_decoding_follow_from_reads_and_products() -> None:
 
 def test_the_gap_that_counts_is_the_one_around_the_update() -> None:
     quiet, paused = [0.0, 1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.5, 3.0, 9.0]
-    assert _largest_gap([quiet, paused], (1.5, 2.2)) == 1.5
-    assert _largest_gap([quiet, paused], (3.5, 3.6)) == 6.0
+    assert largest_gap([quiet, paused], (1.5, 2.2)) == 1.5
+    assert largest_gap([quiet, paused], (3.5, 3.6)) == 6.0
     with pytest.raises(AssertionError, match="nothing was seen"):
-        _largest_gap([[1.0]], (1.5, 2.2))
+        largest_gap([[1.0]], (1.5, 2.2))
+
+
+def test_a_failing_row_ends_with_1_and_keeps_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(bench: Bench):
+        raise RuntimeError("no such luck")
+
+    def needs_more(bench: Bench):
+        raise NotHereError("needs two GPUs")
+
+    monkeypatch.setitem(rows.ROWS, "disk", fails)
+    monkeypatch.setitem(rows.ROWS, "distributed", needs_more)
+    monkeypatch.setitem(rows.ROWS, "decode_1", lambda bench: bench.line("decode_1", 200.0, 280.0))
+    out, cpu = tmp_path / "lines.json", torch.device("cpu")
+    assert run(["decode_1", "distributed"], cpu, tiny=True, out=out) == 0
+    assert run(["disk", "decode_1"], cpu, tiny=True, out=out) == 1
+    said = capsys.readouterr()
+    assert "FAILED: RuntimeError: no such luck" in " ".join(said.out.split())
+    assert "needs two GPUs" in said.out
+    assert [item["name"] for item in json.loads(out.read_text())] == ["decode_1"]
+
+
+def test_rows_run_over_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "lines.json"
+    assert main(["ipc_none,disk", "--tiny", "--device", "cpu", "--out", str(out)]) == 0
+    measured = {item["name"]: item for item in json.loads(out.read_text())}
+    assert measured.keys() == {"ipc_none", "disk"}
+    assert all(item["value"] > 0 and item["floor"] > 0 for item in measured.values())
+    assert "checksums compared" in measured["disk"]["note"]
