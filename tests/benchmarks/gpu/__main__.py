@@ -83,12 +83,12 @@ def run(names: list[str], device: torch.device, *, tiny: bool, out: Path | None)
 def _ended(made: Bench, name: str, *, failed: bool, last: bool) -> int:
     """Tidy up after a row, after the last one also the engine; gives the number of failures."""
     try:
-        if failed and made.has_engine:
+        if failed and made.engines.running is not None:
             log = made.engine.log.read_text().splitlines()
             print("\n".join(["the engine's log ends with:", *log[-30:]]), file=sys.stderr, flush=True)
         made.tidy(failed=failed)
         if last:
-            made.stop_engine()
+            made.engines.stop()
     except Exception:  # noqa: BLE001 - what was measured is still shown
         print(f"after {name}:", file=sys.stderr)
         traceback.print_exc()

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from tests.benchmarks.gpu import floors
+from tests.benchmarks.gpu.engines import Engines, Sizes, say
 from tests.benchmarks.gpu.goals import BY_NAME
-from tests.benchmarks.gpu.model import QWEN3_8B, TINY, HostWeights, Weights, write_config
+from tests.benchmarks.gpu.model import HostWeights, Weights, write_config
 from tests.benchmarks.gpu.results import Line, line
-from tests.engines import RunningEngine, serve
+from tests.engines import RunningEngine
 from trainers_adapters import push_weights
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.sending import Sender
@@ -29,30 +30,11 @@ from weight_updater.requests import Path as Way
 from weight_updater.safetensors_io import save_weights
 
 REPEATS = 5
-START_SECONDS = 420.0
-"""Of an engine whose kernels have to be compiled first."""
 DISTURBED = "model.norm.weight"
-CAPTURE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class NotHereError(Exception):
     """This machine cannot measure the row (it needs a GPU, or two); not a failure."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a tiny run makes smaller."""
-
-    num_pages: int
-    stream_bytes: int  # of an update by the gRPC stream, for each repeat
-    window_s: float  # of counting tokens
-    load: tuple[int, int]  # batch and length of the load beside an update
-    prompts: tuple[int, int, int]  # prompts, their length and sampled tokens for log-probabilities
-    max_prefill_tokens: int
-
-
-FULL = Sizes(16384, 2 << 30, 0.8, (64, 3000), (8, 128, 64), 8192)
-SMALL = Sizes(2048, 64 << 10, 0.3, (4, 1500), (2, 16, 8), 512)
 
 
 @dataclass
@@ -63,10 +45,7 @@ class Bench:
     tiny: bool
     folder: Path
     stack: contextlib.ExitStack
-    _engine: RunningEngine | None = None
-    _engine_stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    engines_started: int = 0
-    _failed_starts: int = 0
+    engines: Engines
     greedy_after_updates: list[int] = field(default_factory=list)
     tokens_per_second: dict[str, float] = field(default_factory=dict)
     _known_digests: set[tuple[int, str]] = field(default_factory=set)
@@ -77,60 +56,23 @@ class Bench:
 
     @property
     def shape(self) -> dict:
-        return TINY if self.tiny else QWEN3_8B
+        return self.engines.shape
 
     @property
     def sizes(self) -> Sizes:
-        return SMALL if self.tiny else FULL
+        return self.engines.sizes
 
     def say(self, what: str) -> None:
-        print(f"  {time.strftime('%H:%M:%S')} {what}", flush=True)
+        say(what)
 
-    # ------------------------------------------------------------ engines
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """ServeConfig fields of every engine of the run, but for the weights."""
-        fields: dict[str, Any] = {
-            "dtype": "bfloat16",
-            "device": str(self.device),
-            "num_pages": self.sizes.num_pages,
-            "max_running_requests": 256,
-            "max_prefill_tokens": self.sizes.max_prefill_tokens,
-            "prefix_cache": False,
-        }
-        if self.is_cuda:
-            fields |= {
-                "cuda_graphs": True,
-                "capture_batch_sizes": ",".join(map(str, CAPTURE_SIZES)),
-                "overlap": True,
-                "attention_backend": "flashinfer",
-            }
-        return fields
-
-    def flags(self) -> list[str]:
-        """`config` as options of `rollsync serve`, with staging on the device."""
-        options = ["--reserve-device-staging", "--weights-root", str(self.folder)]
-        for name, value in self.config.items():
-            option = name.replace("_", "-")
-            if isinstance(value, bool):
-                options.append(f"--{option}" if value else f"--no-{option}")
-            else:
-                options += [f"--{option}", str(value)]
-        return options
+    @cached_property
+    def floors(self) -> Floors:
+        return Floors(self)
 
     @property
     def engine(self) -> RunningEngine:
         """The engine that runs; if none does, one with random weights."""
-        if self._engine is None:
-            directory = write_config(self.folder / "config-only", self.shape)
-            self.start_engine(directory, "--load-format", "random")
-        assert self._engine is not None
-        return self._engine
-
-    @property
-    def has_engine(self) -> bool:
-        return self._engine is not None
+        return self.engines.running or self.engines.start_random()
 
     def greedy(self) -> list[int]:
         """Greedy tokens of a fixed prompt."""
@@ -139,28 +81,9 @@ class Bench:
 
     def note_greedy(self) -> None:
         """Keep what an engine answers whose weights came by updates, to compare with a fresh engine's."""
-        if self._engine is not None and not self.greedy_after_updates:
+        if self.engines.running is not None and not self.greedy_after_updates:
             self.ensure_live()
             self.greedy_after_updates = self.greedy()
-
-    def start_engine(self, model: Path, *flags: str) -> float:
-        """Start an engine and give the seconds until it was ready."""
-        self.stop_engine()
-        if self._failed_starts >= 2:
-            raise AssertionError("no engine is started any more: two in a row did not come up")
-        self._failed_starts += 1
-        self.say(f"starting an engine ({' '.join(flags) or model.name})")
-        start = time.perf_counter()
-        threads = 1 if self.tiny else 8
-        running = serve(
-            model, *self.flags(), *flags, dtype="bfloat16", num_threads=threads, start_seconds=START_SECONDS
-        )
-        self._engine = self._engine_stack.enter_context(running)
-        self._failed_starts = 0
-        self.engines_started += 1
-        seconds = time.perf_counter() - start
-        self.say(f"ready after {seconds:.1f} s")
-        return seconds
 
     def tidy(self, *, failed: bool) -> None:
         """After a row: the weights as drawn. After one that failed: no update left open, and no engine
@@ -168,25 +91,19 @@ class Bench:
         """
         if "weights" in self.__dict__:
             self.weights.restore()
-        if not failed or self._engine is None:
+        if not failed or self.engines.running is None:
             return
         try:
-            state = self._engine.rollout.info(timeout_s=10).state
+            state = self.engines.running.rollout.info(timeout_s=10).state
             if state.open_update_id:
-                self._engine.weights.abort(state.open_update_id)
-            self._engine.rollout.abort(all=True)
+                self.engines.running.weights.abort(state.open_update_id)
+            self.engines.running.rollout.abort(all=True)
             problem = "" if state.status == "serving" else f"{state.status}: {state.not_serving_reason}"
         except RollsyncError as error:
             problem = str(error)
         if problem:
             self.say(f"the engine does not serve any more ({problem}); the next row starts another")
-            self.stop_engine()
-
-    def stop_engine(self) -> None:
-        if self._engine is not None:
-            self.say("stopping the engine")
-            self._engine = None
-            self._engine_stack.close()
+            self.engines.stop()
 
     # ------------------------------------------------------------ weights
 
@@ -225,7 +142,7 @@ class Bench:
     def begin(self, path: Way, *, checksums: bool, **fields: Any) -> BeginUpdate:
         """BeginUpdate as a trainer sends it: by digest once the engine knows the manifest."""
         manifest = self.weights.manifest(checksums=checksums)
-        known = (self.engines_started, self.weights.digest)
+        known = (self.engines.num_started, self.weights.digest)
         if known in self._known_digests:
             sums = tuple(spec.checksum for spec in manifest.tensors if spec.checksum is not None)
             fields |= {"manifest_digest": self.weights.digest, "checksums": sums}
@@ -303,36 +220,45 @@ class Bench:
             self.engine.weights.update_from_tensor(begin, segment=self.host_weights.descriptor)
             self.check_live()
 
-    # ------------------------------------------------------------ floors and lines
-
-    @cached_property
-    def copy_seconds(self) -> float:
-        self.say("floor: one device copy")
-        return floors.device_copy(self.weights)
-
-    @cached_property
-    def pinned_seconds(self) -> float:
-        self.say("floor: pinned host-to-device copy")
-        return floors.pinned_copy(self.weights.nbytes, self.device)
-
-    @cached_property
-    def flops(self) -> float:
-        self.say("floor: large products")
-        shape, rows = self.shape, self.sizes.max_prefill_tokens
-        return floors.product_rate(
-            shape["hidden_size"], shape["intermediate_size"], rows, torch.bfloat16, self.device
-        )
-
-    @cached_property
-    def copy_bytes_per_s(self) -> float:
-        return 2 * self.weights.arena.nbytes / self.copy_seconds
-
     def line(self, name: str, value: float, floor: float | None, **more: Any) -> Line:
         return line(BY_NAME[name], value, floor, **more)
 
     def prompts(self, seed: int, batch: int, length: int) -> list[list[int]]:
         rng = random.Random(seed)
         return [[rng.randrange(3, self.shape["vocab_size"]) for _ in range(length)] for _ in range(batch)]
+
+
+class Floors:
+    """Measured when a row first asks for them, once for a run."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+
+    @cached_property
+    def copy_seconds(self) -> float:
+        """Of all weights, flat, on the device."""
+        say("floor: one device copy")
+        return floors.device_copy(self._bench.weights)
+
+    @cached_property
+    def pinned_seconds(self) -> float:
+        """Of all weights from page-locked host memory to the device."""
+        say("floor: pinned host-to-device copy")
+        return floors.pinned_copy(self._bench.weights.nbytes, self._bench.device)
+
+    @cached_property
+    def flops(self) -> float:
+        """Of large products, a second."""
+        say("floor: large products")
+        shape, rows = self._bench.shape, self._bench.sizes.max_prefill_tokens
+        return floors.product_rate(
+            shape["hidden_size"], shape["intermediate_size"], rows, torch.bfloat16, self._bench.device
+        )
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Read and written."""
+        return 2 * self._bench.weights.arena.nbytes / self.copy_seconds
 
 
 def pause_ms(reply: UpdateReply) -> float:
@@ -356,9 +282,9 @@ def bench(device: torch.device, *, tiny: bool) -> Iterator[Bench]:
     """A run in a folder of its own; engines, segments and files are gone at its end."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=_roomy(tiny))))
-        made = Bench(device, tiny, folder, stack)
-        stack.callback(made.stop_engine)
-        yield made
+        engines = Engines(device, tiny, folder)
+        stack.callback(engines.stop)
+        yield Bench(device, tiny, folder, stack, engines)
 
 
 def _roomy(tiny: bool) -> str:

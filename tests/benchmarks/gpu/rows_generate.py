@@ -48,7 +48,9 @@ def _decode(bench: Bench, name: str, batch: int, num_out: int) -> Line:
     passes = ", ".join(f"{kind} {after[kind] - n}" for kind, n in before.items() if after[kind] > n)
     value = batch * num_out / statistics.median(seconds)
     bench.tokens_per_second[name] = value
-    floor = decode_rate(bench.shape, batch, num_in, num_out, bench.copy_bytes_per_s, bench.flops)
+    floor = decode_rate(
+        bench.shape, batch, num_in, num_out, bench.floors.copy_bytes_per_s, bench.floors.flops
+    )
     spread = f"{batch * num_out / max(seconds):,.0f} to {batch * num_out / min(seconds):,.0f}"
     return bench.line(name, value, floor, note=f"{spread} tok/s; passes: {passes}")
 
@@ -79,9 +81,9 @@ def grpc_share(bench: Bench) -> Line:
     outside = bench.tokens_per_second.get("decode_256")
     if outside is None:
         outside = batch * num_out / statistics.median(_generate_seconds(bench, batch, num_in, num_out))
-    directory = str(bench.folder / "config-only")
-    bench.stop_engine()
-    config = bench.config | {"model": directory, "load_format": "random"}
+    directory = str(bench.engines.config_only)
+    bench.engines.stop()
+    config = bench.engines.config | {"model": directory, "load_format": "random"}
     if not bench.tiny:
         config["num_pages"] = batch * (num_in + num_out + 64) // 16
     threads = {"OMP_NUM_THREADS": "1" if bench.tiny else "8"}
@@ -101,9 +103,9 @@ def start(bench: Bench) -> Line:
     """From the start of the process to the first token of a request: the second start in a row."""
     directory = bench.disk_weights
     bench.note_greedy()  # of the engine that filled the compile caches, if it still runs
-    bench.stop_engine()
+    bench.engines.stop()
     begin = time.perf_counter()
-    ready = bench.start_engine(directory)
+    ready = bench.engines.start(directory)
     prompt = bench.prompts(0, 1, 16)[0]
     stream = bench.engine.rollout.generate_stream(prompt, max_tokens=8, ignore_eos=True)
     next(stream)
@@ -259,7 +261,7 @@ def reference(bench: Bench):
     """The transformers model with the trainer's tensors as its parameters: no second copy."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(bench.folder / "config-only")
+    config = transformers.AutoConfig.from_pretrained(bench.engines.config_only)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(dict(bench.weights), strict=True, assign=True)

@@ -24,15 +24,15 @@ NUM_STREAMS = 8
 
 
 def ipc_none(bench: Bench) -> Line:
-    return _ipc(bench, "ipc_none", "none", checksums=False, floor=bench.copy_seconds)
+    return _ipc(bench, "ipc_none", "none", checksums=False, floor=bench.floors.copy_seconds)
 
 
 def ipc_device(bench: Bench) -> Line:
-    return _ipc(bench, "ipc_device", "device", checksums=False, floor=2 * bench.copy_seconds)
+    return _ipc(bench, "ipc_device", "device", checksums=False, floor=2 * bench.floors.copy_seconds)
 
 
 def ipc_checksums(bench: Bench) -> Line:
-    return _ipc(bench, "ipc_checksums", "none", checksums=True, floor=2 * bench.copy_seconds)
+    return _ipc(bench, "ipc_checksums", "none", checksums=True, floor=2 * bench.floors.copy_seconds)
 
 
 def _ipc(bench: Bench, name: str, staging: str, *, checksums: bool, floor: float) -> Line:
@@ -68,7 +68,7 @@ def ipc_adopt(bench: Bench) -> Line:
         new_bytes = free_before - _free_bytes(bench)
         bench.check_live()  # the signs have changed an even number of times
     finally:
-        bench.stop_engine()
+        bench.engines.stop()
         arena.close()
     value = statistics.median(seconds)
     note = f"without recapture; {first}; free memory fell by {new_bytes / 1e6:.1f} MB; {stages(reply)}"
@@ -125,7 +125,7 @@ def pause(bench: Bench) -> Line:
     told = (f"{way} {gap:.1f} (step {step:.1f}, {said})" for way, (gap, step, said) in seen.items())
     met = all(gap <= 12 + step for gap, step, _ in seen.values())
     note = f"{NUM_STREAMS} streams; {'; '.join(told)}"
-    return bench.line("pause", gap, bench.copy_seconds * 1e3, limit=12 + step, also=met, note=note)
+    return bench.line("pause", gap, bench.floors.copy_seconds * 1e3, limit=12 + step, also=met, note=note)
 
 
 def _seen(

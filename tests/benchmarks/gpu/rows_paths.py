@@ -9,7 +9,8 @@ import torch
 
 from tests import children
 from tests.benchmarks.gpu import floors
-from tests.benchmarks.gpu.bench import CAPTURE_SIZES, REPEATS, Bench, NotHereError, median_pause_ms, stages
+from tests.benchmarks.gpu.bench import REPEATS, Bench, NotHereError, median_pause_ms, stages
+from tests.benchmarks.gpu.engines import CAPTURE_SIZES
 from tests.benchmarks.gpu.model import Part
 from tests.benchmarks.gpu.results import Line
 from trainers_adapters import BroadcastGroup, TensorStream
@@ -44,7 +45,7 @@ def tensor_shm(bench: Bench) -> Line:
         f"staging {replies[-1].staging}, pause {median_pause_ms(replies):.1f} ms; with checksums "
         f"{checked:.3f} s; {stages(replies[-1])}"
     )
-    return bench.line("tensor_shm", value, bench.pinned_seconds, note=note)
+    return bench.line("tensor_shm", value, bench.floors.pinned_seconds, note=note)
 
 
 def tensor_stream(bench: Bench) -> Line:
@@ -118,7 +119,7 @@ def disk(bench: Bench) -> Line:
         f"staging {replies[-1].staging}, pause {median_pause_ms(replies):.1f} ms; checksums compared; "
         f"plain files {unchecked:.3f} s; {stages(replies[-1])}"
     )
-    return bench.line("disk", value, bench.pinned_seconds, note=note)
+    return bench.line("disk", value, bench.floors.pinned_seconds, note=note)
 
 
 def distributed(bench: Bench) -> Line:
