@@ -2,53 +2,91 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 import torch
 
 from weight_updater.cast import bytes_over
+from weight_updater.device_copies import Mark
+from weight_updater.device_sink import DeviceSink, flush
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.requests import FromTensor
+from weight_updater.pinned import PinnedSegments
+from weight_updater.requests import FromTensor, ShmSegment
 from weight_updater.shm import SharedSegment
 from weight_updater.sink import Sink
+
+COPY_BYTES = 128 << 20
+"""Bytes of one copy from a segment to a device."""
+
+MAX_QUEUED = 3
+"""Copies from a segment that are queued behind the one that runs."""
 
 Chunks = Iterable[tuple[int, int, torch.Tensor]]
 """(tensor of the manifest, byte offset in it, [n] uint8), in any order and of any size."""
 
 
-def receive(request: FromTensor, sink: Sink, chunks: Chunks | None) -> None:
+def receive(
+    request: FromTensor, sink: Sink, chunks: Chunks | None, segments: PinnedSegments | None = None
+) -> None:
     """Write what a client sends into `sink`.
 
     Args:
         request: names a segment in which the manifest's tensors lie packed, or none.
         chunks: what the client streams, if no segment is named.
+        segments: keeps segments that a device reads; None maps the segment for this call only.
 
     Raises:
         UpdateRefused: MEMORY_UNAVAILABLE, BAD_CHUNK, INVALID_UPDATE.
     """
     if request.segment is not None:
-        _read_segment(request, sink)
+        _check_size(request.segment, sink)
+        if segments is not None:
+            with segments.use(request.segment) as data:
+                _read_segment(data, sink)
+        else:
+            with SharedSegment.open(request.segment) as segment:
+                _read_segment(bytes_over(segment.buf), sink)
     elif chunks is not None:
         for index, offset, data in chunks:
             sink.write(index, offset, data)
+            flush(sink)  # the bytes are the client's again when the next ones are asked for
     else:
         raise UpdateRefused(Reason.INVALID_UPDATE, "the tensor path needs a shared-memory segment or chunks")
 
 
-def _read_segment(request: FromTensor, sink: Sink) -> None:
-    assert request.segment is not None
+def _check_size(segment: ShmSegment, sink: Sink) -> None:
     tensors = sink.plan.manifest.tensors
     offsets, _ = sink.plan.manifest.packed_offsets()
-    size = request.segment.size
     end = max(offset + tensor.nbytes for offset, tensor in zip(offsets, tensors, strict=True))
-    if size < end:
+    if segment.size < end:
         raise UpdateRefused(
             Reason.MEMORY_UNAVAILABLE,
-            f"shared-memory segment {request.segment.name} has {size} bytes, the manifest's {len(tensors)} "
+            f"shared-memory segment {segment.name} has {segment.size} bytes, the manifest's {len(tensors)} "
             f"tensors packed in order, each 256-byte aligned, need {end}",
         )
-    with SharedSegment.open(request.segment) as segment:
-        data = bytes_over(segment.buf)
+
+
+def _read_segment(data: torch.Tensor, sink: Sink) -> None:
+    """Write the needed tensors of a segment; none of its bytes is on its way any more on return."""
+    tensors = sink.plan.manifest.tensors
+    offsets, _ = sink.plan.manifest.packed_offsets()
+    step = COPY_BYTES if isinstance(sink, DeviceSink) else max(tensor.nbytes for tensor in tensors)
+    queued: deque[Mark] = deque()
+    num_bytes = 0
+    try:
         for index in sink.plan.needed:
-            sink.write(index, 0, data[offsets[index] : offsets[index] + tensors[index].nbytes])
-        del data
+            nbytes = tensors[index].nbytes
+            for start in range(0, nbytes, step):
+                size = min(step, nbytes - start)
+                first = offsets[index] + start
+                sink.write(index, start, data[first : first + size])
+                num_bytes += size
+                if isinstance(sink, DeviceSink) and num_bytes >= step:
+                    # A short queue keeps the link busy, and an update that is aborted ends soon.
+                    queued.append(sink.copies.mark())
+                    num_bytes = 0
+                    if len(queued) > MAX_QUEUED:
+                        queued.popleft().wait()
+    finally:
+        flush(sink)

@@ -15,6 +15,7 @@ import torch
 from weight_updater.arena import TORCH_DTYPES, WeightTarget, aligned_zeros
 from weight_updater.cast import as_dtype, cast_into
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.pinned import pinned_zeros
 from weight_updater.plan import slot_nbytes
 from weight_updater.requests import Staging
 from weight_updater.sink import Sink
@@ -77,10 +78,19 @@ class StagingBuffers:
             return self._device
         with self._lock:
             if self._host is None:
-                nbytes = self._target.arena.nbytes
-                pin = self._target.device.type == "cuda"
-                self._host = allocate(nbytes, torch.device("cpu"), "staging in host memory", pin=pin)
+                self._host = self._new_host()
             return self._host
+
+    def _new_host(self) -> torch.Tensor:
+        nbytes = self._target.arena.nbytes
+        if self._target.device.type != "cuda":
+            return allocate(nbytes, torch.device("cpu"), "staging in host memory")
+        try:
+            return pinned_zeros(nbytes, self._target.device)
+        except MemoryError as error:
+            raise UpdateRefused(
+                Reason.NO_MEMORY, f"no room for staging in host memory: {nbytes} bytes ({error})"
+            ) from error
 
     def scratch(self) -> torch.Tensor:
         """A bounded uint8 buffer on the target's device, for exchanges."""
@@ -90,10 +100,10 @@ class StagingBuffers:
         return self._scratch
 
 
-def allocate(nbytes: int, device: torch.device, purpose: str, *, pin: bool = False) -> torch.Tensor:
+def allocate(nbytes: int, device: torch.device, purpose: str) -> torch.Tensor:
     """Zeroed bytes, or a refusal that says what they were for."""
     try:
-        return aligned_zeros(nbytes, device, pin=pin)
+        return aligned_zeros(nbytes, device)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         raise UpdateRefused(
             Reason.NO_MEMORY, f"no room for {purpose}: {nbytes} bytes on {device} ({error})"

@@ -301,6 +301,7 @@ class WeightUpdater:
                 if self.open is not None and self.open.in_adopted:
                     self._end(UpdateRefused(Reason.PEER_LOST, reason))
                 self._live.tear(reason)
+        self._receivers.tick(now)
         update = self.open
         if update is None or update.receiving or update.verifying or now < update.deadline:
             return
@@ -331,7 +332,7 @@ class WeightUpdater:
         Raises:
             UpdateRefused (WRONG_STATE): one is in use by the open update, or adopted.
         """
-        return self._receivers.mappings.release(allocation_ids)
+        return self._receivers.release(allocation_ids)
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """LOOP. Name -> checksum of what lies in the slot now; no names: all slots, without aliases."""
