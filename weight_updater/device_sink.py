@@ -6,7 +6,7 @@ in one pass when the update is verified; so the CPU never reads the bytes, howev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from weight_updater.arena import TORCH_DTYPES, Arena
 from weight_updater.cast import as_dtype, cast_into
 from weight_updater.checksum import Scan, finish, scan
 from weight_updater.device_copies import Copies, copies_to
+from weight_updater.device_scan import is_fast, scan_many
 from weight_updater.errors import UpdateError
 from weight_updater.plan import Plan, slot_nbytes
 from weight_updater.requests import Placement
@@ -125,7 +126,7 @@ class DeviceSink(Sink):
         by_offset = {self.plan.slot(index).offset: index for index in whole}
         places = [self.plan.slot(by_offset[offset]) for offset in sorted(by_offset)]
         with self.copies.current():
-            found = list(scan_places(self.destination, places, find_nonfinite=self._find_nonfinite))
+            found = scan_places(self.destination, places, find_nonfinite=self._find_nonfinite)
         for place, result in found:
             index = by_offset[place.offset]
             arrival = self._arrivals[index]
@@ -138,11 +139,15 @@ class DeviceSink(Sink):
 
 def scan_places(
     buffer: torch.Tensor, places: Sequence[Placement], *, find_nonfinite: bool
-) -> Iterator[tuple[Placement, Scan]]:
-    """Scan slots of a device buffer in the arena's layout, in the order of the thread's current stream."""
-    for place in places:
-        data = buffer[place.offset : place.offset + slot_nbytes(place)]
-        yield place, scan(data, 0, TORCH_DTYPES[place.dtype] if find_nonfinite else None)
+) -> list[tuple[Placement, Scan]]:
+    """Scan slots of a device buffer in the arena's layout, behind what the current stream holds."""
+    data = [buffer[place.offset : place.offset + slot_nbytes(place)] for place in places]
+    dtypes = [TORCH_DTYPES[place.dtype] if find_nonfinite else None for place in places]
+    if is_fast(buffer.device):
+        found = scan_many(data, buffer.device, dtypes)
+    else:
+        found = [scan(part, 0, dtype) for part, dtype in zip(data, dtypes, strict=True)]
+    return list(zip(places, found, strict=True))
 
 
 def make_sink(
