@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from weight_updater import virtual_memory
 from weight_updater.arena import TORCH_DTYPES, WeightTarget, aligned_zeros
 from weight_updater.cast import as_dtype, cast_into
 from weight_updater.errors import Reason, UpdateRefused
@@ -80,6 +81,18 @@ class StagingBuffers:
             if self._host is None:
                 self._host = self._new_host()
             return self._host
+
+    def release(self) -> int:
+        """Give the device buffer's memory back, its address kept; bytes freed. Its contents are gone."""
+        return virtual_memory.release(self._device) if self._device is not None else 0
+
+    def resume(self) -> int:
+        """Take the device buffer's memory again; bytes taken.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not enough now.
+        """
+        return virtual_memory.resume(self._device) if self._device is not None else 0
 
     def _new_host(self) -> torch.Tensor:
         nbytes = self._target.arena.nbytes

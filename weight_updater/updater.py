@@ -49,6 +49,7 @@ class WeightUpdater:
 
     Attributes:
         open: the update that is open, if one is.
+        buffers: where updates wait; its memory can be released with that of the weights.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class WeightUpdater:
         self._target = target
         hooks: GraphHooks = graphs or NoGraphs()
         self._manifests = Manifests(roots)
-        self._buffers = StagingBuffers(target, device_staging=device_staging)
+        self.buffers = StagingBuffers(target, device_staging=device_staging)
         self._receivers = Receivers(target, self._manifests)
-        self._live = LiveWeights(target, self._buffers, hooks, initial_version)
-        self._opener = Opener(target, self._live, self._buffers, self._manifests, hooks, lease_s)
+        self._live = LiveWeights(target, self.buffers, hooks, initial_version)
+        self._opener = Opener(target, self._live, self.buffers, self._manifests, hooks, lease_s)
         self._history = History()
         self._owner_checked = 0.0
 
@@ -112,8 +113,8 @@ class WeightUpdater:
                 MANIFEST_MISMATCH, NO_MEMORY.
         """
         manifest = self._manifests.resolve(request)
-        if not request.adopt and self._buffers.choose(request.staging) is Staging.HOST:
-            self._buffers.get(Staging.HOST)  # slow the first time, if it is pinned: not on the loop
+        if not request.adopt and self.buffers.choose(request.staging) is Staging.HOST:
+            self.buffers.get(Staging.HOST)  # slow the first time, if it is pinned: not on the loop
         return manifest
 
     def begin(self, request: BeginUpdate, manifest: Manifest, *, paused: bool) -> BeginReply:

@@ -281,9 +281,9 @@ def test_page_locked_memory_is_taken_once(tmp_path):
     with updater_of(target, tmp_path) as updater, sender("single file", updater, tmp_path) as send:
         send(weights(12), Staging.DEVICE)
         send(weights(13), Staging.HOST)
-        staged = updater._buffers.get(Staging.HOST)
+        staged = updater.buffers.get(Staging.HOST)
         send(weights(14), Staging.HOST)
-        assert updater._buffers.get(Staging.HOST) is staged
+        assert updater.buffers.get(Staging.HOST) is staged
     assert staged.is_pinned()
     assert staged.data_ptr() % 256 == 0
     assert ring_to(target.buffer.device) is ring
