@@ -16,8 +16,9 @@ import torch
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.buckets import BucketPlan, plan_buckets
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
-from weight_updater.gloo import GlooGroup, Member, listen
-from weight_updater.gloo_parent import ChildGroup, HeaderRefused
+from weight_updater.gloo import GlooGroup
+from weight_updater.gloo_parent import ChildGroup
+from weight_updater.meeting import HeaderRefused, Member, listen
 from weight_updater.requests import InitGroup, Manifest
 
 BACKENDS = ("gloo",)

@@ -18,8 +18,9 @@ from weight_updater import from_distributed
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.buckets import plan_buckets
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.gloo import GlooGroup, Member, listen
+from weight_updater.gloo import GlooGroup
 from weight_updater.groups import GroupRegistry, SenderGroup
+from weight_updater.meeting import Member, listen
 from weight_updater.requests import FromDistributed, InitGroup, Manifest, TensorSpec
 
 LOOPBACK = "127.0.0.1"
