@@ -6,11 +6,14 @@ in one pass when the update is verified; so the CPU never reads the bytes, howev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from weight_updater.arena import TORCH_DTYPES, Arena
+from weight_updater.buckets import Piece
 from weight_updater.cast import as_dtype, cast_into
 from weight_updater.checksum import Scan, finish, scan
 from weight_updater.device_copies import Copies, copies_to
@@ -56,6 +59,9 @@ class DeviceSink(Sink):
             for index in casts:
                 if index in plan.twins:
                     self._scratch_of_twin(index)
+        self._stops: list[Callable[[], None]] = []
+        self._slot_starts: list[int] = []  # in order; made when somebody asks for `in_place`
+        self._slot_ends: list[int] = []
         copies.follow()
 
     def flush(self) -> None:
@@ -63,8 +69,82 @@ class DeviceSink(Sink):
         self.copies.finish()
 
     def end(self, error: UpdateError) -> None:
+        with self._changed:
+            self._ended_by = self._ended_by or error
+            stops = list(self._stops)
+        for stop in stops:
+            stop()
         super().end(error)
         self.copies.finish()
+
+    @contextmanager
+    def stoppable(self, stop: Callable[[], None]) -> Iterator[None]:
+        """While the block runs, `end` calls `stop`, which must soon end whatever writes to `in_place`."""
+        with self._changed:
+            if self._ended_by is not None:
+                raise self._ended_by
+            self._stops.append(stop)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._stops.remove(stop)
+
+    def in_place(self, pieces: Sequence[Piece], size: int) -> torch.Tensor | None:
+        """Where a bucket of `size` bytes may be received straight into, padding included ([size] uint8).
+
+        None if its pieces do not lie in the arena as they do in the bucket, or with other slots between.
+        """
+        assert self.destination is not None
+        starts = set()
+        for piece in pieces:
+            place = self.plan.slots[piece.tensor]
+            if place is None or piece.tensor in self.plan.twins or not self.plan.same_dtype(piece.tensor):
+                return None
+            starts.add(place.offset + piece.start - piece.position)
+        if len(starts) != 1:
+            return None
+        (start,) = starts
+        if not 0 <= start <= start + size <= self.destination.numel():
+            return None
+        if self._num_slots_in(start, start + size) != len(pieces):
+            return None  # padding of the bucket would overwrite a slot
+        return self.destination[start : start + size]
+
+    def claim(self, pieces: Sequence[Piece]) -> None:
+        """Bytes of these pieces are about to come to where `in_place` said; call `landed` when they have, or
+        never will.
+
+        Raises:
+            UpdateRefused: BAD_CHUNK; or whatever ended the update in the meantime. Then nothing is claimed.
+        """
+        assert self.destination is not None
+        for number, piece in enumerate(pieces):
+            try:
+                self._begin_write(piece.tensor, piece.start, self.destination[: piece.size])
+            except UpdateError:
+                self._finish_writes(number)
+                raise
+
+    def landed(self, pieces: Sequence[Piece]) -> None:
+        """What was claimed is there, or nothing writes to it any more."""
+        with self._changed:
+            self._unscanned.update(piece.tensor for piece in pieces)
+        self._finish_writes(len(pieces))
+
+    def _finish_writes(self, number: int) -> None:
+        with self._changed:
+            self._num_writing -= number
+            self._changed.notify_all()
+
+    def _num_slots_in(self, start: int, end: int) -> int:
+        """How many slots have bytes in [start, end) of the arena."""
+        if not self._slot_starts:
+            places = [self._arena.placements[name] for name in self._arena.slot_names]
+            spans = sorted((p.offset, p.offset + slot_nbytes(p)) for p in places if slot_nbytes(p))
+            self._slot_starts = [first for first, _ in spans]
+            self._slot_ends = [last for _, last in spans]
+        return bisect_left(self._slot_starts, end) - bisect_right(self._slot_ends, start)
 
     def slot_checksum(self, index: int) -> int:
         self._scan_small()

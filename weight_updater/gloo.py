@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -60,8 +61,12 @@ class GlooGroup:
             name, world size or ranks.
     """
 
+    in_flight = 1
+    """Broadcasts that may be under way at once."""
+
     def __init__(self, member: Member, listener: socket.socket | None = None) -> None:
         self.member = member
+        self.device = torch.device("cpu")
         self._stopped = threading.Event()
         self._failed = False
         self._store: Any = None  # torch's stubs leave out half of the methods
@@ -72,6 +77,10 @@ class GlooGroup:
             self._group = _meet(member, self._store, deadline)
         except RuntimeError as error:  # all errors of torch.distributed are RuntimeErrors
             raise refusal(error, f"{member}: the rendezvous failed") from error
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """A block in which this rank's device is the calling thread's: nothing to do on a CPU."""
+        return contextlib.nullcontext()
 
     def agree(self, plan: BucketPlan, timeout_s: float) -> None:
         """Compare headers with all ranks before the first bucket.

@@ -68,7 +68,7 @@ class Receivers:
 
     def __init__(self, target: WeightTarget, manifests: Manifests) -> None:
         self.mappings = from_ipc.Mappings()
-        self.groups = GroupRegistry()
+        self.groups = GroupRegistry(target.device)
         self._target = target
         on_gpu = target.device.type == "cuda"
         self._segments = PinnedSegments(target.device) if on_gpu else None
