@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def build_model(config: ModelConfig, device: torch.device) -> tuple[Any, WeightT
     assert not torch.is_inference_mode_enabled(), "a model built in inference mode cannot be updated"
     with torch.device("meta"):
         model: Any = model_class(config.architecture)(config)
-    storages = [storage for _, _, storage in _storages(model, config.dtype)]
+    storages = _as_transformers_orders([storage for _, _, storage in _storages(model, config.dtype)])
     parameters = _give_homes(model, config.dtype, device)
     arena = Arena(storages, {HEAD: EMBEDDING} if config.tie else {})
     target = WeightTarget(arena, parameters, device, is_buffer, model.finalise)
@@ -54,6 +55,22 @@ def _storages(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module,
                     SlotSpec(f"{parent}.{part}.{leaf}", (rows, *shape[1:])) for part, rows in module.parts
                 )
             yield module, leaf, StorageSpec(key, dtype, shape, slots)
+
+
+def _as_transformers_orders(storages: Sequence[StorageSpec]) -> list[StorageSpec]:
+    """A layer's norms last, as its module in transformers has them.
+
+    Trainers send in that order, so a bucket of theirs lies in the arena as it comes, and needs no copy.
+    """
+
+    def layer(storage: StorageSpec) -> str:
+        head, found, rest = storage.key.partition(".layers.")
+        return f"{head}{found}{rest.partition('.')[0]}" if found else storage.key
+
+    ordered: list[StorageSpec] = []
+    for _, members in groupby(storages, layer):
+        ordered += sorted(members, key=lambda storage: storage.key.endswith("layernorm.weight"))
+    return ordered
 
 
 def _give_homes(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Parameter]:
