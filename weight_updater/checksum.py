@@ -30,6 +30,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weight_updater.device_scan import checksums_on_device, is_fast, scan_many
+
 _MASK = (1 << 64) - 1
 _POSITION = 0x9E3779B97F4A7C15
 _MULTIPLIER = 0xBF58476D1CE4E5B9
@@ -83,6 +85,8 @@ def scan(data: torch.Tensor, offset: int = 0, dtype: torch.dtype | None = None) 
     if offset % 8:
         raise ValueError(f"a checksum's chunk starts at byte {offset}; offsets must be multiples of 8")
     if data.device.type != "cpu":
+        if is_fast(data.device):
+            return scan_many([data], data.device, [dtype], [offset])[0]
         return _scan_torch(data, offset, dtype)
     return _scan_numpy(data.numpy(), offset // 8, dtype)
 
@@ -130,6 +134,8 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The checksums of many tensors; CPU tensors are shared out over as many threads as torch uses."""
+    if tensors and all(is_fast(tensor.device) for tensor in tensors):
+        return checksums_on_device(tensors)
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(tensors) < 2 or tensors[0].device.type != "cpu":
         return [checksum(tensor) for tensor in tensors]

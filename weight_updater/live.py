@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from weight_updater import from_ipc, replies
 from weight_updater.arena import WeightTarget
-from weight_updater.checksum import checksum, fold
+from weight_updater.checksum import checksums as checksums_of
+from weight_updater.checksum import fold
 from weight_updater.commit import make_live
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
@@ -168,7 +169,7 @@ class LiveWeights:
                 raise UpdateRefused(Reason.INVALID_UPDATE, f"the model has no tensor {name!r}")
         if not names:
             return slot_checksums(self._target, arena.slot_names)
-        return {name: checksum(self._target.slot(name)) for name in names}
+        return dict(zip(names, checksums_of([self._target.slot(name) for name in names]), strict=True))
 
     def _publish(self, version: int) -> None:
         """The one place in which the weight version changes."""

@@ -61,7 +61,7 @@ class Opener:
         staging = Staging.NONE if request.adopt else self._buffers.choose(request.staging)
         plan = plan_update(self._target, manifest, partial=request.partial, merged=request.merged)
         adopted = self._live.adopted
-        in_adopted = request.adopt and adopted is not None and adopted.segment.owner_alive()
+        in_adopted = request.adopt and adopted is not None and adopted.owner_alive()
         leaves_adopted = adopted is not None and not request.adopt
         if request.adopt:
             agree.check_adoptable(plan)

@@ -62,7 +62,7 @@ class Receivers:
     """
 
     def __init__(self, target: WeightTarget, manifests: Manifests) -> None:
-        self.mappings = from_ipc.Mappings()
+        self.mappings = from_ipc.Mappings(target.device)
         self.groups = GroupRegistry()
         self._target = target
         self._manifests = manifests
@@ -86,8 +86,9 @@ class Receivers:
             return lambda: self._distributed(update, request)
         if isinstance(request, FromTensor):
             return lambda: from_tensor.receive(request, update.sink, chunks)
-        self.mappings.pinned.update(region.allocation_id for region in request.regions)
-        return lambda: self._ipc(update, request)
+        lent = self.mappings.recall(request)
+        self.mappings.pinned.update(region.allocation_id for region in lent.all_regions)
+        return lambda: self._ipc(update, lent)
 
     def close(self) -> None:
         """Leave all groups, give back all mappings."""
@@ -124,11 +125,12 @@ class Receivers:
         arena = self._target.arena
         from_ipc.receive(request, update.sink, self.mappings, arena, adopt=update.adopt)
         if update.adopt:
-            adoption = self.mappings.open(request.regions[0])
-            if not adoption.segment.owner_alive():
+            adoption = self.mappings.open(request.all_regions[0])
+            if not adoption.owner_alive():
                 raise UpdateRefused(
                     Reason.MEMORY_UNAVAILABLE,
-                    f"nobody holds the owner's lock on segment {request.regions[0].name}; make it with "
-                    f"owner_lock, so that its owner's death is noticed, and keep it open",
+                    f"nobody holds the owner's lock on allocation {adoption.allocation_id}; make its segment "
+                    f"(on a GPU: the one named as owner) with owner_lock, so that its owner's death is "
+                    f"noticed, and keep it open",
                 )
             update.adoption = adoption

@@ -178,13 +178,21 @@ class ShmSegment:
 
 @dataclass(frozen=True, slots=True)
 class CudaIpcRegion:
-    """Memory of another process on a GPU, as typed fields."""
+    """Memory of another process on a GPU, as typed fields.
+
+    offset, size: of the region in its allocation, in bytes. The checksum of the region's first
+    `probe_bytes`, if one is given, is compared when the allocation is first mapped.
+    owner: a segment that the trainer holds an owner's lock on as long as it lives (`adopt` needs it).
+    """
 
     allocation_id: str
     device_uuid: str
     handle: bytes
     offset: int
     size: int
+    probe_bytes: int = 0
+    probe_checksum: int | None = None
+    owner: ShmSegment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +231,33 @@ class FromTensor:
 
 @dataclass(frozen=True, slots=True)
 class FromIpc:
-    """Copy from memory that a trainer lends until the reply. No placements: one region, packed in order."""
+    """Copy from memory that a trainer lends until the reply. No placements: one region, packed in order.
+
+    lent: digest of the regions and placements of an earlier call, which need not be sent again.
+    """
 
     update_id: str
     regions: tuple[ShmSegment, ...] = ()
     cuda_regions: tuple[CudaIpcRegion, ...] = ()
     placements: tuple[RegionPlacement, ...] = ()
+    lent: str = ""
+
+    @property
+    def all_regions(self) -> tuple[ShmSegment, ...] | tuple[CudaIpcRegion, ...]:
+        """The regions, which are all of one kind, as placements count them."""
+        return self.regions or self.cuda_regions
+
+    def digest(self) -> str:
+        """A name for regions and placements: 32 hex digits; probes leave it as it is."""
+        hasher = hashlib.blake2b(digest_size=16)
+        for shm in self.regions:
+            hasher.update(f"{shm.allocation_id}\0{shm.name}\0{shm.size}\n".encode())
+        for gpu in self.cuda_regions:
+            where = f"{gpu.allocation_id}\0{gpu.device_uuid}\0{gpu.handle.hex()}\0{gpu.offset}\0{gpu.size}"
+            hasher.update(f"{where}\0{gpu.owner}\n".encode())
+        for place in self.placements:
+            hasher.update(f"{place.tensor}\0{place.handle}\0{place.offset}\n".encode())
+        return hasher.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
+from collections.abc import Mapping
 
 import torch
 
 from weight_updater.arena import TORCH_DTYPES, Arena
 from weight_updater.cast import as_dtype, cast_into, cast_pieces
-from weight_updater.checksum import PartialChecksum, checksum, finish, has_nonfinite, scan
+from weight_updater.checksum import PartialChecksum, Scan, checksum, finish, has_nonfinite, scan
+from weight_updater.device_scan import copy_many, is_fast, scan_many
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.plan import Plan
 from weight_updater.requests import ITEMSIZE, TensorSpec
@@ -106,6 +108,55 @@ class Sink:
                 arrival.nonfinite = arrival.nonfinite or nonfinite
                 self._num_writing -= 1
                 self._changed.notify_all()
+
+    def write_whole(self, lent: Mapping[int, torch.Tensor], device: torch.device) -> None:
+        """Take whole tensors that lie in GPU memory, with few launches for all of them.
+
+        Args:
+            lent: tensor of the manifest -> its bytes, [n] uint8, reachable from `device`.
+            device: of the destination, or of the live weights.
+
+        Raises:
+            UpdateRefused: BAD_CHUNK; or whatever ended the update in the meantime.
+        """
+        reachable = self.destination is None or self.destination.device == device
+        together: dict[int, torch.Tensor] = {}
+        for index, data in lent.items():
+            plain = 0 <= index < len(self.plan.slots) and self.plan.slots[index] is not None
+            plain = plain and self.plan.same_dtype(index) and index not in self.plan.twins
+            if plain and reachable and is_fast(device):
+                together[index] = data
+            else:
+                self.write(index, 0, data)
+        self.flush()
+        arrivals: list[Arrival] = []
+        try:
+            for index, data in together.items():
+                arrivals.append(self._begin_write(index, 0, data))
+            found = self._take_together(together, device)
+            for arrival, scan_of in zip(arrivals, found, strict=False):  # none, where nothing is looked for
+                arrival.total, arrival.nonfinite = scan_of.total, scan_of.nonfinite
+        finally:
+            with self._changed:
+                self._num_writing -= len(arrivals)
+                self._changed.notify_all()
+
+    def _take_together(self, lent: Mapping[int, torch.Tensor], device: torch.device) -> list[Scan]:
+        """Borrow or store tensors of their slots' dtypes; what was found in each, if anything was sought."""
+        places = [self.plan.slot(index) for index in lent]
+        sought = self._find_nonfinite or any(self._is_hashed(index) for index in lent)
+        dtypes = [TORCH_DTYPES[place.dtype] if self._find_nonfinite else None for place in places]
+        if self.destination is None:
+            self.borrowed.update(lent)
+            return scan_many(list(lent.values()), device, dtypes) if sought else []
+        pairs = [
+            (self.destination[place.offset : place.offset + data.numel()], data)
+            for place, data in zip(places, lent.values(), strict=True)
+        ]
+        return copy_many(pairs, device, dtypes if sought else None)
+
+    def flush(self) -> None:
+        """Until all that was written lies in its place, and its sources may change."""
 
     def end(self, error: UpdateError) -> None:
         """Let no further byte in: later writes raise `error`. Returns when running writes have finished,

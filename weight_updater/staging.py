@@ -14,6 +14,7 @@ import torch
 
 from weight_updater.arena import TORCH_DTYPES, WeightTarget, aligned_zeros
 from weight_updater.cast import as_dtype, cast_into
+from weight_updater.device_scan import copy_many, is_fast
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import slot_nbytes
 from weight_updater.requests import Staging
@@ -21,6 +22,9 @@ from weight_updater.sink import Sink
 
 SCRATCH_BYTES = 16 << 20
 """What an exchange of two buffers may take beside them."""
+
+FEW_COPIES = 4
+"""Up to so many copies are queued one by one; more are faster in one launch, where there is a kernel."""
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -190,6 +194,7 @@ class CopyBorrowed:
     """Copy what a sink borrowed straight from the trainer's memory into `live`, casting where needed."""
 
     def __init__(self, target: WeightTarget, live: torch.Tensor, sink: Sink) -> None:
+        self._device = target.device
         self._copies = _merge(target, sink, live)
         self._casts = [
             (
@@ -201,8 +206,11 @@ class CopyBorrowed:
         ]
 
     def run(self) -> None:
-        for destination, source in self._copies:
-            copy_bytes(destination, source)
+        if is_fast(self._device) and len(self._copies) > FEW_COPIES:
+            copy_many(self._copies, self._device)
+        else:
+            for destination, source in self._copies:
+                copy_bytes(destination, source)
         for destination, source in self._casts:
             cast_into(destination, source)
 

@@ -244,7 +244,7 @@ class WeightUpdater:
                 raise  # the sender may go on
             raise self._end(error) from error
         try:
-            if update.adoption is not None and not update.adoption.segment.owner_alive():
+            if update.adoption is not None and not update.adoption.owner_alive():
                 raise UpdateRefused(Reason.PEER_LOST, "the trainer that owns the arena to adopt is gone")
             reply = self._live.commit(update)
         except UpdateError as error:
@@ -296,7 +296,7 @@ class WeightUpdater:
         adopted = self._live.adopted
         if adopted is not None and now - self._owner_checked >= OWNER_CHECK_S and not self.torn_reason:
             self._owner_checked = now
-            if not adopted.segment.owner_alive():
+            if not adopted.owner_alive():
                 reason = "the trainer that owns the adopted arena is gone"
                 if self.open is not None and self.open.in_adopted:
                     self._end(UpdateRefused(Reason.PEER_LOST, reason))
