@@ -6,6 +6,7 @@ Needs the package cuda-bindings, which comes with CUDA builds of torch; it is lo
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -193,11 +194,18 @@ class Allocation:
     shareable: bool
 
 
-def identity_of(address: int) -> int:
-    """The identity of the allocation that an address lies in; see `Allocation`."""
+def identities_of(places: Sequence[tuple[int, int]]) -> list[int]:
+    """Per (address, GPU) the identity of the allocation there, 0 where there is none; see `Allocation`."""
     _, driver = _bindings()
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
-    return int(_call(driver.cuPointerGetAttribute, attribute, driver.CUdeviceptr(address)))
+    identities, entered = [], -1
+    for address, index in places:
+        if index != entered:
+            _enter(index)
+            entered = index
+        error, identity = driver.cuPointerGetAttribute(attribute, driver.CUdeviceptr(address))
+        identities.append(0 if int(error) else int(identity))
+    return identities
 
 
 def allocation_of(address: int, index: int) -> Allocation:
@@ -207,7 +215,7 @@ def allocation_of(address: int, index: int) -> Allocation:
     base, nbytes = _call(driver.cuMemGetAddressRange, driver.CUdeviceptr(address))
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
     shareable = bool(_call(driver.cuPointerGetAttribute, attribute, driver.CUdeviceptr(address)))
-    return Allocation(int(base), int(nbytes), identity_of(address), shareable)
+    return Allocation(int(base), int(nbytes), identities_of([(address, index)])[0], shareable)
 
 
 def handle_of(allocation: Allocation, index: int) -> bytes | None:

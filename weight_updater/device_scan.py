@@ -1,7 +1,8 @@
 """Hash and copy many byte ranges on a GPU in one launch, at the speed of its memory.
 
-Everything runs on one stream for each device, behind what the caller's current stream holds so far, and has finished when a call returns: a forward pass on another stream goes on
-meanwhile. Without triton, or on other devices, `is_fast` is False and the callers' torch code runs.
+Everything runs on one stream for each device, behind what the caller's current stream holds so far, and
+has finished when a call returns; a forward pass on another stream goes on meanwhile. Without triton, or on
+other devices, `is_fast` is False and the callers' torch code runs.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
             stream.wait_stream(caller)
         with torch.cuda.stream(stream):
             yield
-        stream.synchronize()  # type: ignore[no-untyped-call]
+        stream.synchronize()
 
 
 def scan_many(

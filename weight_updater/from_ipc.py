@@ -102,9 +102,7 @@ class _OnGpu:
             self._allocation.check_holds(region.offset + region.size)
             if region.owner is not None and self._owner is None:
                 self._owner = SharedSegment.open(region.owner)
-            self._regions[where] = Mapping(
-                region.allocation_id, self._allocation.region(*where), self._owner
-            )
+            self._regions[where] = Mapping(region.allocation_id, self._allocation.region(*where), self._owner)
         return self._regions[where]
 
     def _probe(self, region: CudaIpcRegion, device: torch.device) -> None:
@@ -316,8 +314,8 @@ def _check_arena(request: FromIpc, plan: Plan, arena: Arena, placements: Sequenc
     if len(request.all_regions) != 1:
         raise UpdateRefused(
             Reason.INVALID_UPDATE,
-            f"adopt takes one arena, not {len(request.all_regions)} regions; allocate {arena.nbytes} bytes in "
-            f"the layout that the engine gives, and make the parameters views of them",
+            f"adopt takes one arena, not {len(request.all_regions)} regions; allocate {arena.nbytes} bytes "
+            f"in the layout that the engine gives, and make the parameters views of them",
         )
     if request.all_regions[0].size < arena.nbytes:
         raise UpdateRefused(
