@@ -119,10 +119,9 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
         )
     placements = _placements(request, sink.plan, arena, adopt=adopt)
     regions = [mappings.open(region).data for region in request.regions]
-    tensors = sink.plan.manifest.tensors
-    for place in placements:
-        nbytes = tensors[place.tensor].nbytes
-        sink.write(place.tensor, 0, regions[place.handle][place.offset : place.offset + nbytes])
+    for handle, region in enumerate(regions):
+        here = [place for place in placements if place.handle == handle]
+        sink.write_whole([place.tensor for place in here], [place.offset for place in here], region)
 
 
 def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> list[RegionPlacement]:
@@ -136,7 +135,7 @@ def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> l
                 f"lend one region with all tensors packed in order",
             )
         offsets = [place.offset if place else 0 for place in plan.slots] if adopt else None
-        offsets = offsets or plan.manifest.packed_offsets()[0]
+        offsets = offsets or plan.packed_offsets
         placements = [RegionPlacement(index, 0, offsets[index]) for index in plan.needed]
     else:
         placements = list(request.placements)
@@ -147,11 +146,11 @@ def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> l
                 f"a placement names tensor {place.tensor} in region {place.handle}; there are {len(tensors)} "
                 f"tensors and {len(request.regions)} regions (counted from 0)",
             )
-        spec, size = tensors[place.tensor], request.regions[place.handle].size
-        if place.offset < 0 or place.offset + spec.nbytes > size:
+        size, end = request.regions[place.handle].size, place.offset + plan.sizes[place.tensor]
+        if place.offset < 0 or end > size:
             raise UpdateRefused(
                 Reason.MEMORY_UNAVAILABLE,
-                f"{spec.name} needs bytes [{place.offset}, {place.offset + spec.nbytes}) of region "
+                f"{tensors[place.tensor].name} needs bytes [{place.offset}, {end}) of region "
                 f"{place.handle} ({request.regions[place.handle].name}), which has {size}",
             )
     placements = [place for place in placements if plan.slots[place.tensor] is not None]

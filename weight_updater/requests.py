@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -111,6 +112,17 @@ class Manifest:
             offsets.append(end)
             end += align(tensor.nbytes)
         return offsets, end
+
+    def with_checksums(self, checksums: Sequence[int | None]) -> Manifest:
+        """The same tensors with other checksums, one for each."""
+        return Manifest(
+            tuple(
+                [
+                    TensorSpec(tensor.name, tensor.dtype, tensor.shape, checksum)
+                    for tensor, checksum in zip(self.tensors, checksums, strict=True)
+                ]
+            )
+        )
 
     def digest(self) -> str:
         """A name for this manifest: 32 hex digits over names, dtypes and shapes; not over checksums."""
