@@ -210,12 +210,14 @@ def update_from_ipc(
     placements: Sequence[RegionPlacement] = (),
     *,
     lent: str = "",
+    scanned: bool = False,
     timeout_s: float = WORK_TIMEOUT_S,
 ) -> Unary[UpdateReply]:
     """Lend memory until the reply, which means: copied, synchronised, the memory is yours again.
 
     No placements: one region, the manifest's tensors in order, each 256-byte aligned.
     lent: digest of the regions and placements of an earlier call, instead of them.
+    scanned: the manifest's checksums are of the bytes as they lie there, and all values are finite (CUDA).
     """
     request = pb.UpdateWeightsFromIpcRequest(
         handles=[_memory_handle(region) for region in regions],
@@ -223,6 +225,7 @@ def update_from_ipc(
             pb.RegionPlacement(tensor=p.tensor, handle=p.handle, offset=p.offset) for p in placements
         ],
         lent=lent,
+        scanned=scanned,
         **_target(update),
     )
     return Unary("UpdateWeightsFromIpc", request, parse_update, timeout_s)

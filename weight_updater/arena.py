@@ -62,6 +62,7 @@ class Arena:
         self.aliases = dict(aliases or {})
         self._storage_offset: dict[str, int] = {}
         self.placements: dict[str, Placement] = {}
+        self.sizes: dict[str, int] = {}  # slot name -> bytes
         end = 0
         for storage in storages:
             self._storage_offset[storage.key] = end
@@ -70,13 +71,15 @@ class Arena:
         for name, target in self.aliases.items():
             place = self.placements[target]
             self.placements[name] = Placement(name, place.dtype, place.shape, place.offset, alias_of=target)
+            self.sizes[name] = self.sizes[target]
 
     def _place_slots(self, storage: StorageSpec, offset: int) -> int:
         itemsize = storage.dtype.itemsize
         for slot in storage.slots:
             assert slot.name not in self.placements, f"two slots are named {slot.name}"
             self.placements[slot.name] = Placement(slot.name, DTYPE_NAMES[storage.dtype], slot.shape, offset)
-            offset += math.prod(slot.shape) * itemsize
+            self.sizes[slot.name] = math.prod(slot.shape) * itemsize
+            offset += self.sizes[slot.name]
         expected = self._storage_offset[storage.key] + math.prod(storage.shape) * itemsize
         assert offset == expected, f"the slots of {storage.key} do not fill it"
         return offset

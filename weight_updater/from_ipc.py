@@ -21,6 +21,7 @@ from weight_updater.checksum import checksum
 from weight_updater.device_memory import MappedAllocation
 from weight_updater.device_scan import side_stream
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.lent_tensors import take_lent
 from weight_updater.plan import Plan
 from weight_updater.requests import CudaIpcRegion, FromIpc, RegionPlacement, ShmSegment
 from weight_updater.shm import SharedSegment
@@ -185,7 +186,7 @@ class Mappings:
                     f"no regions with digest {request.lent} are known here; send them in full once",
                 )
             self._lent.move_to_end(request.lent)
-            return replace(known, update_id=request.update_id)
+            return replace(known, update_id=request.update_id, scanned=request.scanned)
 
     @contextmanager
     def using(self, regions: Sequence[Region]) -> Iterator[list[Mapping]]:
@@ -259,19 +260,20 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
             f"CUDA device; lend POSIX shared memory, or use another path",
         )
     placements = _placements(request, sink.plan, arena, adopt=adopt)
-    tensors = sink.plan.manifest.tensors
     with mappings.using(request.all_regions) as mapped, side_stream(mappings.device):
         regions = [mapping.data for mapping in mapped]
-        lent = {
-            place.tensor: regions[place.handle].narrow(0, place.offset, tensors[place.tensor].nbytes)
-            for place in placements
-        }
-        if request.cuda_regions and len(lent) == len(placements):
-            sink.write_whole(lent, mappings.device)
+        if request.cuda_regions:
+            sizes = sink.plan.sizes
+            lent = [
+                (place.tensor, regions[place.handle].narrow(0, place.offset, sizes[place.tensor]))
+                for place in placements
+            ]
+            take_lent(sink, lent, mappings.device, scanned=request.scanned)
             return
-        for place in placements:
-            nbytes = tensors[place.tensor].nbytes
-            sink.write(place.tensor, 0, regions[place.handle][place.offset : place.offset + nbytes])
+        for handle, region in enumerate(regions):
+            here = [place for place in placements if place.handle == handle]
+            sink.write_whole([place.tensor for place in here], [place.offset for place in here], region)
+        sink.flush()
 
 
 def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> list[RegionPlacement]:
@@ -285,7 +287,7 @@ def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> l
                 f"lend one region with all tensors packed in order",
             )
         offsets = [place.offset if place else 0 for place in plan.slots] if adopt else None
-        offsets = offsets or plan.manifest.packed_offsets()[0]
+        offsets = offsets or plan.packed_offsets
         placements = [RegionPlacement(index, 0, offsets[index]) for index in plan.needed]
     else:
         placements = list(request.placements)
@@ -296,11 +298,11 @@ def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> l
                 f"a placement names tensor {place.tensor} in region {place.handle}; there are {len(tensors)} "
                 f"tensors and {len(request.all_regions)} regions (counted from 0)",
             )
-        spec, size = tensors[place.tensor], request.all_regions[place.handle].size
-        if place.offset < 0 or place.offset + spec.nbytes > size:
+        size, end = request.all_regions[place.handle].size, place.offset + plan.sizes[place.tensor]
+        if place.offset < 0 or end > size:
             raise UpdateRefused(
                 Reason.MEMORY_UNAVAILABLE,
-                f"{spec.name} needs bytes [{place.offset}, {place.offset + spec.nbytes}) of region "
+                f"{tensors[place.tensor].name} needs bytes [{place.offset}, {end}) of region "
                 f"{place.handle} ({_describe(request.all_regions[place.handle])}), which has {size}",
             )
     placements = [place for place in placements if plan.slots[place.tensor] is not None]

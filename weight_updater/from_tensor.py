@@ -12,8 +12,10 @@ from weight_updater.requests import FromTensor
 from weight_updater.shm import SharedSegment
 from weight_updater.sink import Sink
 
-Chunks = Iterable[tuple[int, int, torch.Tensor]]
-"""(tensor of the manifest, byte offset in it, [n] uint8), in any order and of any size."""
+Chunks = Iterable[tuple[int | None, int, torch.Tensor]]
+"""(tensor of the manifest, byte offset in it, [n] uint8), in any order and of any size. No tensor: the offset
+counts in all tensors packed in the manifest's order, each 256-byte aligned, of which a chunk may hold many.
+"""
 
 
 def receive(request: FromTensor, sink: Sink, chunks: Chunks | None) -> None:
@@ -30,25 +32,25 @@ def receive(request: FromTensor, sink: Sink, chunks: Chunks | None) -> None:
         _read_segment(request, sink)
     elif chunks is not None:
         for index, offset, data in chunks:
-            sink.write(index, offset, data)
+            if index is None:
+                sink.write_packed(offset, data)
+            else:
+                sink.write(index, offset, data)
     else:
         raise UpdateRefused(Reason.INVALID_UPDATE, "the tensor path needs a shared-memory segment or chunks")
 
 
 def _read_segment(request: FromTensor, sink: Sink) -> None:
     assert request.segment is not None
-    tensors = sink.plan.manifest.tensors
-    offsets, _ = sink.plan.manifest.packed_offsets()
-    size = request.segment.size
-    end = max(offset + tensor.nbytes for offset, tensor in zip(offsets, tensors, strict=True))
+    plan, size = sink.plan, request.segment.size
+    end = max(offset + nbytes for offset, nbytes in zip(plan.packed_offsets, plan.sizes, strict=True))
     if size < end:
         raise UpdateRefused(
             Reason.MEMORY_UNAVAILABLE,
-            f"shared-memory segment {request.segment.name} has {size} bytes, the manifest's {len(tensors)} "
-            f"tensors packed in order, each 256-byte aligned, need {end}",
+            f"shared-memory segment {request.segment.name} has {size} bytes, the manifest's "
+            f"{len(plan.sizes)} tensors packed in order, each 256-byte aligned, need {end}",
         )
     with SharedSegment.open(request.segment) as segment:
         data = bytes_over(segment.buf)
-        for index in sink.plan.needed:
-            sink.write(index, 0, data[offsets[index] : offsets[index] + tensors[index].nbytes])
+        sink.write_whole(plan.needed, [plan.packed_offsets[index] for index in plan.needed], data)
         del data

@@ -71,7 +71,7 @@ class LiveWeights:
         Raises:
             UpdateRefused: a fault that was undone. WeightsTorn: one that was not.
         """
-        written = tuple(dict.fromkeys(self._canonical(update, index) for index in update.plan.applied))
+        written = tuple(update.plan.written)
         before = {name: self.known[name] for name in written if name in self.known}
         write = self._write(update)
         recapture = update.request.recapture
@@ -181,9 +181,6 @@ class LiveWeights:
         """`known` in the arena's order; empty if a slot is missing."""
         names = self._target.arena.slot_names
         return {name: self.known[name] for name in names} if len(self.known) == len(names) else {}
-
-    def _canonical(self, update: OpenUpdate, index: int) -> str:
-        return self._target.arena.canonical(update.plan.slot(index).name)
 
     def _write(self, update: OpenUpdate) -> Write:
         """How the update's bytes come into place."""

@@ -43,6 +43,7 @@ class Receive:
         start = time.perf_counter()
         try:
             self._work()
+            self.update.sink.catch_up()
         except UpdateError:
             raise
         except Exception as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -111,6 +112,17 @@ class Manifest:
             offsets.append(end)
             end += align(tensor.nbytes)
         return offsets, end
+
+    def with_checksums(self, checksums: Sequence[int | None]) -> Manifest:
+        """The same tensors with other checksums, one for each."""
+        return Manifest(
+            tuple(
+                [
+                    TensorSpec(tensor.name, tensor.dtype, tensor.shape, checksum)
+                    for tensor, checksum in zip(self.tensors, checksums, strict=True)
+                ]
+            )
+        )
 
     def digest(self) -> str:
         """A name for this manifest: 32 hex digits over names, dtypes and shapes; not over checksums."""
@@ -234,6 +246,9 @@ class FromIpc:
     """Copy from memory that a trainer lends until the reply. No placements: one region, packed in order.
 
     lent: digest of the regions and placements of an earlier call, which need not be sent again.
+    scanned: the trainer has hashed the bytes where they lie, after its last write, and found all values
+        finite. With staging none the engine then reads them for the first time when it copies them, and a
+        difference from the manifest's checksums tears the weights instead of refusing the update.
     """
 
     update_id: str
@@ -241,6 +256,7 @@ class FromIpc:
     cuda_regions: tuple[CudaIpcRegion, ...] = ()
     placements: tuple[RegionPlacement, ...] = ()
     lent: str = ""
+    scanned: bool = False
 
     @property
     def all_regions(self) -> tuple[ShmSegment, ...] | tuple[CudaIpcRegion, ...]:

@@ -225,6 +225,7 @@ def from_ipc(wire: pb.UpdateWeightsFromIpcRequest, update_id: str) -> r.FromIpc:
         cuda_regions=tuple(_cuda_region(h, f"handles[{i}]") for i, h in enumerate(wire.handles) if not shm),
         placements=tuple(r.RegionPlacement(p.tensor, p.handle, p.offset) for p in wire.placements),
         lent=wire.lent,
+        scanned=wire.scanned,
     )
 
 
