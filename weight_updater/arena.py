@@ -138,6 +138,7 @@ class WeightTarget:
         is_buffer: tells names that senders may bring but that are no weights (`rotary_emb.inv_freq`);
             they are skipped, since the engine computes them itself.
         finalise: recomputes derived state in place after a write; called at every commit.
+        buffer: memory in the arena's layout that holds the weights already; None allocates it.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class WeightTarget:
         device: torch.device,
         is_buffer: Callable[[str], bool] = lambda name: False,
         finalise: Callable[[], None] = lambda: None,
+        buffer: torch.Tensor | None = None,
     ) -> None:
         assert parameters.keys() == arena.storages.keys(), "each storage needs its parameter"
         self.arena = arena
@@ -154,7 +156,7 @@ class WeightTarget:
         self.is_buffer = is_buffer
         self.finalise = finalise
         self._parameters = dict(parameters)
-        self.buffer = arena.allocate(device)
+        self.buffer = arena.allocate(device) if buffer is None else buffer
         self.bind(self.buffer)
 
     def bind(self, buffer: torch.Tensor) -> None:

@@ -62,8 +62,8 @@ class Receivers:
     mappings: of trainers' memory. groups: process groups of the distributed path.
     """
 
-    def __init__(self, target: WeightTarget, manifests: Manifests) -> None:
-        self.mappings = from_ipc.Mappings(target.device)
+    def __init__(self, target: WeightTarget, manifests: Manifests, mappings: from_ipc.Mappings) -> None:
+        self.mappings = mappings
         self.groups = GroupRegistry()
         self._target = target
         self._manifests = manifests

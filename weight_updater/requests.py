@@ -350,3 +350,11 @@ class Layout:
 
     placements: tuple[Placement, ...]
     arena_bytes: int
+
+    def digest(self) -> str:
+        """A name for this layout: 32 hex digits over all of it, whatever the order of the placements."""
+        hasher = hashlib.blake2b(f"{self.arena_bytes}\n".encode(), digest_size=16)
+        for place in sorted(self.placements, key=lambda place: place.name):
+            what = f"{place.name}\0{place.dtype}\0{tuple(place.shape)}"
+            hasher.update(f"{what}\0{place.offset}\0{place.alias_of}\n".encode())
+        return hasher.hexdigest()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from weight_updater import replies
 from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
+from weight_updater.from_ipc import Mappings
 from weight_updater.from_tensor import Chunks
 from weight_updater.graphs import GraphHooks, NoGraphs
 from weight_updater.groups import GroupRegistry
@@ -21,6 +22,7 @@ from weight_updater.live import LiveWeights
 from weight_updater.manifests import Manifests
 from weight_updater.open_update import OpenUpdate, Request, check_received, expect
 from weight_updater.opening import Opener
+from weight_updater.preloaded import PreloadedWeights
 from weight_updater.receive import Receive, Receivers
 from weight_updater.requests import (
     BeginReply,
@@ -46,6 +48,7 @@ class WeightUpdater:
         device_staging: reserve a second arena on the device, now.
         initial_version: weight version of what is live now.
         graphs: whoever captured CUDA graphs over the weights.
+        preloaded: a trainer's arena that `target` lives on from the start.
 
     Attributes:
         open: the update that is open, if one is.
@@ -60,14 +63,17 @@ class WeightUpdater:
         device_staging: bool,
         initial_version: int = 0,
         graphs: GraphHooks | None = None,
+        preloaded: PreloadedWeights | None = None,
     ) -> None:
         self.open: OpenUpdate | None = None
         self._target = target
         hooks: GraphHooks = graphs or NoGraphs()
         self._manifests = Manifests(roots)
         self._buffers = StagingBuffers(target, device_staging=device_staging)
-        self._receivers = Receivers(target, self._manifests)
+        mappings = Mappings(target.device) if preloaded is None else preloaded.mappings
+        self._receivers = Receivers(target, self._manifests, mappings)
         self._live = LiveWeights(target, self._buffers, hooks, initial_version)
+        self._live.adopted = None if preloaded is None else preloaded.mapping
         self._opener = Opener(target, self._live, self._buffers, self._manifests, hooks, lease_s)
         self._history = History()
         self._owner_checked = 0.0
