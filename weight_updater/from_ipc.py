@@ -144,6 +144,10 @@ class Mappings:
         self._in_use: Counter[str] = Counter()  # allocations that a worker reads
         self._lock = threading.RLock()  # the loop releases, a worker opens
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
     def open(self, region: Region) -> Mapping:
         """Map a region, or find it mapped.
 
@@ -253,7 +257,7 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
     Raises:
         UpdateRefused: MEMORY_UNAVAILABLE, INVALID_UPDATE, BAD_CHUNK.
     """
-    if request.cuda_regions and mappings.device.type != "cuda":
+    if request.cuda_regions and not mappings.on_gpu:
         raise UpdateRefused(
             Reason.MEMORY_UNAVAILABLE,
             f"{len(request.cuda_regions)} regions are CUDA memory, but this engine's weights are not on a "

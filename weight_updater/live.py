@@ -75,7 +75,9 @@ class LiveWeights:
         before = {name: self.known[name] for name in written if name in self.known}
         write = self._write(update)
         recapture = update.request.recapture
-        done = make_live(self._target, write, update.expected, before, self._graphs, recapture)
+        # What was received into the arena that is live already was hashed where it lies.
+        expected = {} if update.in_adopted else update.expected
+        done = make_live(self._target, write, expected, before, self._graphs, recapture)
         was_whole, previous_version, previous_path = not self.torn_reason, self.version, self.weights_path
         for name in written:
             self.known.pop(name, None)
