@@ -43,8 +43,13 @@ def take_lent(
             sink.write(index, 0, data)
     sink.flush()
     if sink.destination is None and scanned:
-        _trust(sink, [pair for pair in together if plan.manifest.tensors[pair[0]].checksum is not None])
-        together = [pair for pair in together if plan.manifest.tensors[pair[0]].checksum is None]
+        promised = {
+            index
+            for index, _ in together
+            if sink.is_hashed(index) and plan.manifest.tensors[index].checksum is not None
+        }
+        _trust(sink, [pair for pair in together if pair[0] in promised])
+        together = [pair for pair in together if pair[0] not in promised]
     sink.claim_whole(together)
     found: list[Scan] = []
     try:
