@@ -50,7 +50,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(RUN) -m tests.benchmarks.cpu
+	$(RUN) -m tests.benchmarks
 
 proto:
 	@directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \

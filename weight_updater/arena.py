@@ -63,6 +63,7 @@ class Arena:
         self.aliases = dict(aliases or {})
         self._storage_offset: dict[str, int] = {}
         self.placements: dict[str, Placement] = {}
+        self.sizes: dict[str, int] = {}  # slot name -> bytes
         end = 0
         for storage in storages:
             self._storage_offset[storage.key] = end
@@ -71,13 +72,15 @@ class Arena:
         for name, target in self.aliases.items():
             place = self.placements[target]
             self.placements[name] = Placement(name, place.dtype, place.shape, place.offset, alias_of=target)
+            self.sizes[name] = self.sizes[target]
 
     def _place_slots(self, storage: StorageSpec, offset: int) -> int:
         itemsize = storage.dtype.itemsize
         for slot in storage.slots:
             assert slot.name not in self.placements, f"two slots are named {slot.name}"
             self.placements[slot.name] = Placement(slot.name, DTYPE_NAMES[storage.dtype], slot.shape, offset)
-            offset += math.prod(slot.shape) * itemsize
+            self.sizes[slot.name] = math.prod(slot.shape) * itemsize
+            offset += self.sizes[slot.name]
         expected = self._storage_offset[storage.key] + math.prod(storage.shape) * itemsize
         assert offset == expected, f"the slots of {storage.key} do not fill it"
         return offset
@@ -141,6 +144,7 @@ class WeightTarget:
         is_buffer: tells names that senders may bring but that are no weights (`rotary_emb.inv_freq`);
             they are skipped, since the engine computes them itself.
         finalise: recomputes derived state in place after a write; called at every commit.
+        buffer: memory in the arena's layout that holds the weights already; None allocates it.
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class WeightTarget:
         device: torch.device,
         is_buffer: Callable[[str], bool] = lambda name: False,
         finalise: Callable[[], None] = lambda: None,
+        buffer: torch.Tensor | None = None,
     ) -> None:
         assert parameters.keys() == arena.storages.keys(), "each storage needs its parameter"
         self.arena = arena
@@ -157,7 +162,7 @@ class WeightTarget:
         self.is_buffer = is_buffer
         self.finalise = finalise
         self._parameters = dict(parameters)
-        self.buffer = arena.allocate(device)
+        self.buffer = arena.allocate(device) if buffer is None else buffer
         self.bind(self.buffer)
 
     def bind(self, buffer: torch.Tensor) -> None:

@@ -28,12 +28,12 @@ _POSITION = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER = tl.constexpr(0xBF58476D1CE4E5B9)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit
 def _bits(value: Any) -> Any:
     return value.to(tl.uint64, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit
 def _mix(words: Any, positions: Any) -> Any:
     """words, positions: uint64; position of word i is (i + 1) * _POSITION."""
     x = words ^ positions
@@ -42,7 +42,7 @@ def _mix(words: Any, positions: Any) -> Any:
     return x ^ (x >> 32)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit
 def _nonfinite(words: Any, exponent: Any, step: Any) -> Any:
     """The top bit of every value whose exponent is all ones.
 
@@ -51,7 +51,7 @@ def _nonfinite(words: Any, exponent: Any, step: Any) -> Any:
     return ((words & exponent) + step) & (exponent + step)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit
 def chunks_kernel(
     table: Any,
     results: Any,

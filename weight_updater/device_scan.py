@@ -1,7 +1,8 @@
 """Hash and copy many byte ranges on a GPU in one launch, at the speed of its memory.
 
-Everything runs on one stream for each device, behind what the caller's current stream holds so far, and has finished when a call returns: a forward pass on another stream goes on
-meanwhile. Without triton, or on other devices, `is_fast` is False and the callers' torch code runs.
+Everything runs on one stream for each device, behind what the caller's current stream holds so far, and
+has finished when a call returns; a forward pass on another stream goes on meanwhile. Without triton, or on
+other devices, `is_fast` is False and the callers' torch code runs.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_updater.checksum import _MASK, Scan, finish
+if TYPE_CHECKING:
+    from weight_updater.checksum import Scan
 
 CHUNK_BYTES = 512 << 10
 """What one program of the kernel takes."""
@@ -136,7 +139,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
             stream.wait_stream(caller)
         with torch.cuda.stream(stream):
             yield
-        stream.synchronize()  # type: ignore[no-untyped-call]
+        stream.synchronize()
 
 
 def scan_many(
@@ -234,11 +237,15 @@ def warm(device: torch.device) -> None:
 
 
 def _results(found: npt.NDArray[np.int64]) -> list[Scan]:
-    return [Scan(total & _MASK, count != 0) for total, count in found.tolist()]
+    from weight_updater.checksum import Scan  # which uses this module
+
+    return [Scan(total & (1 << 64) - 1, count != 0) for total, count in found.tolist()]
 
 
 def checksums_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Checksums of many tensors on GPUs, of any dtype and strides, with one launch for each GPU."""
+    from weight_updater.checksum import finish
+
     values = [0] * len(tensors)
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         indexes = [index for index, tensor in enumerate(tensors) if tensor.device == device]

@@ -129,8 +129,12 @@ class DeviceSink(Sink):
     def landed(self, pieces: Sequence[Piece]) -> None:
         """What was claimed is there, or nothing writes to it any more."""
         with self._changed:
-            self._unscanned.update(piece.tensor for piece in pieces)
+            self._unscanned.update(piece.tensor for piece in pieces if self._is_looked_at(piece.tensor))
         self._finish_writes(len(pieces))
+
+    def _is_looked_at(self, index: int) -> bool:
+        """Whether anybody will ask for what a scan of the tensor finds."""
+        return self._find_nonfinite or self.is_hashed(index)
 
     def _finish_writes(self, number: int) -> None:
         with self._changed:
@@ -160,7 +164,7 @@ class DeviceSink(Sink):
         place, same_dtype = self.plan.slot(index), self.plan.same_dtype(index)
         is_twin = index in self.plan.twins
         total = 0
-        if self._is_hashed(index) and (is_twin or not same_dtype):
+        if self.is_hashed(index) and (is_twin or not same_dtype):
             # These bytes will lie nowhere as they came.
             with self.copies.current():
                 total = scan(data, offset).total
@@ -172,7 +176,7 @@ class DeviceSink(Sink):
             self.copies.copy(region[start + offset : start + offset + data.numel()], data)
         else:
             self._cast(index, offset, data, region[start : start + slot_nbytes(place)])
-        if not is_twin:
+        if not is_twin and self._is_looked_at(index):
             with self._changed:
                 self._unscanned.add(index)
         return total, False
@@ -197,7 +201,7 @@ class DeviceSink(Sink):
             whole = {
                 index
                 for index in self._unscanned
-                if self._arrivals[index].spans == [(0, self.plan.manifest.tensors[index].nbytes)]
+                if self._arrivals[index].spans == [(0, self.plan.sizes[index])]
             }
             self._unscanned -= whole
         if not whole:
@@ -244,9 +248,3 @@ def make_sink(
         find_nonfinite=find_nonfinite,
         copies=copies_to(destination.device),
     )
-
-
-def flush(sink: object) -> None:
-    """Until what was written to `sink` lies in its place; only a device's sink lets its caller go earlier."""
-    if isinstance(sink, DeviceSink):
-        sink.flush()

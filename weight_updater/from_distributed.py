@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 
 from weight_updater.buckets import plan_buckets
-from weight_updater.device_sink import flush
 from weight_updater.groups import GroupRegistry
 from weight_updater.nccl_receiver import NcclReceiver
 from weight_updater.requests import FromDistributed, Manifest
@@ -23,6 +22,10 @@ class ByteSink(Protocol):
     """What `receive` writes to; bytes are overwritten later, in the order of a device's copies."""
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
+
+    def flush(self) -> None:
+        """Until all that was written lies in its place, and what it came from may change."""
+        ...
 
 
 def receive(
@@ -61,6 +64,6 @@ def receive(
             for piece in plan.pieces(bucket):
                 if piece.tensor in wanted:
                     sink.write(piece.tensor, piece.start, data[piece.position : piece.position + piece.size])
-            flush(sink)  # the bytes have left the bucket
+            sink.flush()  # the bytes have left the bucket
             group.free()
         group.receive_end(timeout_s, limit)

@@ -9,7 +9,7 @@ import torch
 
 from weight_updater.cast import bytes_over
 from weight_updater.device_copies import Mark
-from weight_updater.device_sink import DeviceSink, flush
+from weight_updater.device_sink import DeviceSink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.pinned import PinnedSegments
 from weight_updater.requests import FromTensor, ShmSegment
@@ -22,8 +22,10 @@ COPY_BYTES = 128 << 20
 MAX_QUEUED = 3
 """Copies from a segment that are queued behind the one that runs."""
 
-Chunks = Iterable[tuple[int, int, torch.Tensor]]
-"""(tensor of the manifest, byte offset in it, [n] uint8), in any order and of any size."""
+Chunks = Iterable[tuple[int | None, int, torch.Tensor]]
+"""(tensor of the manifest, byte offset in it, [n] uint8), in any order and of any size. No tensor: the offset
+counts in all tensors packed in the manifest's order, each 256-byte aligned, of which a chunk may hold many.
+"""
 
 
 def receive(
@@ -49,44 +51,46 @@ def receive(
                 _read_segment(bytes_over(segment.buf), sink)
     elif chunks is not None:
         for index, offset, data in chunks:
-            sink.write(index, offset, data)
-            flush(sink)  # the bytes are the client's again when the next ones are asked for
+            if index is None:
+                sink.write_packed(offset, data)
+            else:
+                sink.write(index, offset, data)
+            sink.flush()  # the bytes are the client's again when the next ones are asked for
     else:
         raise UpdateRefused(Reason.INVALID_UPDATE, "the tensor path needs a shared-memory segment or chunks")
 
 
 def _check_size(segment: ShmSegment, sink: Sink) -> None:
-    tensors = sink.plan.manifest.tensors
-    offsets, _ = sink.plan.manifest.packed_offsets()
-    end = max(offset + tensor.nbytes for offset, tensor in zip(offsets, tensors, strict=True))
+    plan = sink.plan
+    end = max(offset + nbytes for offset, nbytes in zip(plan.packed_offsets, plan.sizes, strict=True))
     if segment.size < end:
         raise UpdateRefused(
             Reason.MEMORY_UNAVAILABLE,
-            f"shared-memory segment {segment.name} has {segment.size} bytes, the manifest's {len(tensors)} "
-            f"tensors packed in order, each 256-byte aligned, need {end}",
+            f"shared-memory segment {segment.name} has {segment.size} bytes, the manifest's "
+            f"{len(plan.sizes)} tensors packed in order, each 256-byte aligned, need {end}",
         )
 
 
 def _read_segment(data: torch.Tensor, sink: Sink) -> None:
     """Write the needed tensors of a segment; none of its bytes is on its way any more on return."""
-    tensors = sink.plan.manifest.tensors
-    offsets, _ = sink.plan.manifest.packed_offsets()
-    step = COPY_BYTES if isinstance(sink, DeviceSink) else max(tensor.nbytes for tensor in tensors)
+    plan = sink.plan
+    if not isinstance(sink, DeviceSink):
+        sink.write_whole(plan.needed, [plan.packed_offsets[index] for index in plan.needed], data)
+        return
     queued: deque[Mark] = deque()
     num_bytes = 0
     try:
-        for index in sink.plan.needed:
-            nbytes = tensors[index].nbytes
-            for start in range(0, nbytes, step):
-                size = min(step, nbytes - start)
-                first = offsets[index] + start
-                sink.write(index, start, data[first : first + size])
+        for index in plan.needed:
+            nbytes, first = plan.sizes[index], plan.packed_offsets[index]
+            for start in range(0, nbytes, COPY_BYTES):
+                size = min(COPY_BYTES, nbytes - start)
+                sink.write(index, start, data[first + start : first + start + size])
                 num_bytes += size
-                if isinstance(sink, DeviceSink) and num_bytes >= step:
+                if num_bytes >= COPY_BYTES:
                     # A short queue keeps the link busy, and an update that is aborted ends soon.
                     queued.append(sink.copies.mark())
                     num_bytes = 0
                     if len(queued) > MAX_QUEUED:
                         queued.popleft().wait()
     finally:
-        flush(sink)
+        sink.flush()

@@ -12,7 +12,7 @@ import torch
 
 from weight_updater.buckets import BucketPlan, Piece
 from weight_updater.device_copies import Copies, copies_to
-from weight_updater.device_sink import DeviceSink, flush
+from weight_updater.device_sink import DeviceSink
 from weight_updater.meeting import Member
 from weight_updater.nccl import Build, NcclGroup, Work, build_nccl
 from weight_updater.requests import InitGroup
@@ -22,6 +22,10 @@ class ByteSink(Protocol):
     """What a receiver writes to; the bytes it gives are overwritten in the order of the copies."""
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
+
+    def flush(self) -> None:
+        """Until all that was written lies in its place, and what it came from may change."""
+        ...
 
 
 class NcclReceiver:
@@ -181,7 +185,7 @@ class _Buckets:
         finally:
             if isinstance(self._sink, DeviceSink):
                 self._sink.landed(self._claimed)
-            flush(self._sink)
+            self._sink.flush()
 
     def _start(self, bucket: int) -> None:
         pieces, size = self._plan.pieces(bucket), self._plan.size(bucket)

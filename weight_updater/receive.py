@@ -48,6 +48,7 @@ class Receive:
         start = time.perf_counter()
         try:
             self._work()
+            self.update.sink.catch_up()
         except UpdateError:
             raise
         except Exception as error:
@@ -66,8 +67,8 @@ class Receivers:
     mappings: of trainers' memory. groups: process groups of the distributed path.
     """
 
-    def __init__(self, target: WeightTarget, manifests: Manifests) -> None:
-        self.mappings = from_ipc.Mappings()
+    def __init__(self, target: WeightTarget, manifests: Manifests, mappings: from_ipc.Mappings) -> None:
+        self.mappings = mappings
         self.groups = GroupRegistry(target.device)
         self._target = target
         on_gpu = target.device.type == "cuda"
@@ -94,8 +95,9 @@ class Receivers:
             return lambda: self._distributed(update, request)
         if isinstance(request, FromTensor):
             return lambda: from_tensor.receive(request, update.sink, chunks, self._segments)
-        self.mappings.pinned.update(region.allocation_id for region in request.regions)
-        return lambda: self._ipc(update, request)
+        lent = self.mappings.recall(request)
+        self.mappings.pinned.update(region.allocation_id for region in lent.all_regions)
+        return lambda: self._ipc(update, lent)
 
     def release(self, allocation_ids: Sequence[str]) -> int:
         """Unmap trainers' memory; returns how many mappings went.
@@ -148,11 +150,12 @@ class Receivers:
         arena = self._target.arena
         from_ipc.receive(request, update.sink, self.mappings, arena, adopt=update.adopt)
         if update.adopt:
-            adoption = self.mappings.open(request.regions[0])
-            if not adoption.segment.owner_alive():
+            adoption = self.mappings.open(request.all_regions[0])
+            if not adoption.owner_alive():
                 raise UpdateRefused(
                     Reason.MEMORY_UNAVAILABLE,
-                    f"nobody holds the owner's lock on segment {request.regions[0].name}; make it with "
-                    f"owner_lock, so that its owner's death is noticed, and keep it open",
+                    f"nobody holds the owner's lock on allocation {adoption.allocation_id}; make its segment "
+                    f"(on a GPU: the one named as owner) with owner_lock, so that its owner's death is "
+                    f"noticed, and keep it open",
                 )
             update.adoption = adoption

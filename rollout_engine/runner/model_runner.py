@@ -25,6 +25,7 @@ from rollout_engine.runner.kv_pool import KVPool
 from rollout_engine.runner.memory import available_memory, discard_contents, restore_contents
 from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
+from weight_updater.preloaded import PreloadedWeights
 
 SPLIT_PREFILL_LAYERS = 4
 """Layers per group when forward() runs a SPLIT_PREFILL batch by itself."""
@@ -92,14 +93,20 @@ class ModelRunner:
             raise InitOrderError(f"{stage.name.lower()}() cannot run now: {problem}")
         self._stage = stage
 
-    def initialize(self) -> None:
+    def initialize(self, preloaded: PreloadedWeights | None = None) -> None:
         """Build the model in its arena and load or draw its weights.
+
+        Args:
+            preloaded: a trainer's arena to live on; nothing is loaded then.
 
         Raises:
             weight_updater.errors.UpdateRefused: a checkpoint that does not fit or cannot be read.
         """
         self._enter(Stage.INITIALIZE)
-        self.model, self.target = build_model(self.model_config, self.device)
+        home = None if preloaded is None else preloaded.home
+        self.model, self.target = build_model(self.model_config, self.device, home)
+        if preloaded is not None:
+            return
         if self.config.load_format == "random":
             fill_random(self.model, self.target, self.config.seed)
         else:

@@ -40,6 +40,9 @@ class FakeSink:
         self.tensors[tensor_index][byte_offset : byte_offset + data.numel()] = data
         self.num_bytes += data.numel()
 
+    def flush(self) -> None:
+        """Nothing is put off."""
+
 
 def manifest_of(tensors: dict[str, torch.Tensor]) -> Manifest:
     return Manifest(tuple(TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in tensors.items()))
