@@ -60,7 +60,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(RUN) -m tests.benchmarks.cpu
+	$(RUN) -m tests.benchmarks
 
 gpu: $(GPU_READY)
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu needs a CUDA device and a CUDA build of torch (SETUP=no PYTHON=... uses one that is there)")'

@@ -33,6 +33,9 @@ class ServeConfig(BaseSettings):
     """cpu, cuda or cuda:N; auto takes cuda when there is one."""
     load_format: Literal["disk", "random"] = "disk"
     """random draws weights (normal, 0.02; norms 1) from `seed`, for benchmarks and tests."""
+    weights: str = ""
+    """ipc:FILE starts on the arena that a trainer describes in FILE (AdoptedArena.write_descriptor), copies
+    nothing and loads nothing; empty loads by `load_format`."""
     num_threads: int = Field(0, ge=0)
     """Intra-op threads of torch; 0 keeps torch's own choice."""
     seed: int = Field(0, ge=0)
@@ -124,6 +127,19 @@ class ServeConfig(BaseSettings):
     @classmethod
     def _absolute_roots(cls, roots: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(root.expanduser().absolute() for root in roots)
+
+    @field_validator("weights")
+    @classmethod
+    def _names_an_arena(cls, weights: str) -> str:
+        kind, _, path = weights.partition(":")
+        if weights and (kind != "ipc" or not path):
+            raise ValueError(f"is {weights!r}; it must be ipc:FILE, or empty to load by load_format")
+        return f"ipc:{Path(path).expanduser().absolute()}" if weights else ""
+
+    @property
+    def arena_descriptor(self) -> Path | None:
+        """The file that describes the arena to start on."""
+        return Path(self.weights.partition(":")[2]) if self.weights else None
 
     @model_validator(mode="after")
     def _is_safe(self) -> ServeConfig:

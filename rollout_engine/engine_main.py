@@ -25,6 +25,7 @@ from rollout_engine.scheduler import Limits, Scheduler
 from rollout_engine.update_flow import measure_copy_rate
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import UpdateError
+from weight_updater.preloaded import PreloadedWeights
 from weight_updater.requests import DEFAULT_BUCKET_BYTES
 from weight_updater.updater import WeightUpdater
 
@@ -65,13 +66,16 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
         ConfigError, EngineError, UpdateError: the model or the configuration cannot be served.
     """
     runner = ModelRunner(config)
+    descriptor = config.arena_descriptor
+    preloaded = PreloadedWeights(str(descriptor), runner.device) if descriptor else None
     pre_model_load_bytes = runner.available_memory()
-    runner.initialize()
+    runner.initialize(preloaded)
     arena_bytes = runner.target.arena.nbytes
     staging = arena_bytes if config.reserve_device_staging else 2 * DEFAULT_BUCKET_BYTES
     reserved = staging + runner.working_bytes()
     fraction = config.mem_fraction_static or (0.85 if runner.target.device.type == "cuda" else 0.3)
     capacity = KvCapacity(pre_model_load_bytes, fraction, reserved)
+    capacity.account_preloaded_weights(preloaded.nbytes if preloaded else 0, owner="adopted")
     bytes_per_page = runner.model_config.bytes_per_token * config.page_size
     available_bytes = runner.available_memory()
     num_pages = config.num_pages or _default_pages(config, runner, capacity, available_bytes, bytes_per_page)
@@ -85,6 +89,7 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
         device_staging=config.reserve_device_staging,
         initial_version=config.initial_version,
         graphs=runner.decode_graph,
+        preloaded=preloaded,
     )
     arithmetic = KvArithmetic(
         pre_model_load_bytes=pre_model_load_bytes,
@@ -94,7 +99,9 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
         kv_bytes=num_pages * bytes_per_page,
         bytes_per_page=bytes_per_page,
     )
-    uploads = Uploads(channel, config.upload_slots, config.max_message_bytes, config.lease_seconds)
+    uploads = Uploads(
+        channel, config.upload_slots, config.max_message_bytes, config.lease_seconds, runner.target.device
+    )
     info = _info(config, runner, updater, arithmetic)
     engine = Engine(
         runner=runner,

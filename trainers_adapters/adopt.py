@@ -5,6 +5,14 @@
             optimizer.step()
         print(arena.report.version)                    # committed
 
+An engine can also start on the trainer's arena, so that those weights are never there twice:
+
+    arena = AdoptedArena(None, module, layout=model_layout(directory, "bfloat16"))
+    arena.write_descriptor("arena.json")               # rollsync serve --weights ipc:arena.json ...
+    arena.connect(weights)                             # once it runs
+
+(`model_layout` of rollout_engine.models.weights reads the model's configuration alone.)
+
 The trainer may write to the parameters only inside `update`. The engine watches the trainer: when it dies,
 the engine stops serving. To end the sharing and serve on, push once by any path without adopting, then
 leave the `with` block.
@@ -12,28 +20,34 @@ leave the `with` block.
 
 from __future__ import annotations
 
+import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from trainers_adapters.adopted_memory import allocate
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.sources import ModuleSource, storage_key
 from weight_updater.arena import TORCH_DTYPES
+from weight_updater.descriptor import describe
 from weight_updater.requests import (
     BeginUpdate,
+    CudaIpcRegion,
     Inflight,
+    Layout,
     Manifest,
-    Path,
     Placement,
     ShmSegment,
     TensorSpec,
     UpdateReply,
 )
-from weight_updater.shm import SharedSegment
+from weight_updater.requests import Path as Way
 
 
 class AdoptedArena:
@@ -43,26 +57,61 @@ class AdoptedArena:
     the block ends, the parameters get memory of their own again.
 
     Args:
-        client: of the engine that will adopt.
-        module: has every tensor of the engine's layout, in the engine's dtype, on the CPU.
+        client: of the engine that will adopt; None if it is yet to start.
+        module: has every tensor of the engine's layout, in the engine's dtype, on the CPU or on one GPU.
+        layout: of the engine's arena; None asks the engine.
+
+    Attributes:
+        report: of the last update that committed.
 
     Raises:
         ValueError: the module does not fit the engine's layout; names the first tensor that does not.
+        UpdateRefused (NO_MEMORY): no room for the arena.
     """
 
-    def __init__(self, client: WeightsClient, module: nn.Module) -> None:
+    def __init__(
+        self, client: WeightsClient | None, module: nn.Module, *, layout: Layout | None = None
+    ) -> None:
+        if layout is None:
+            if client is None:
+                raise ValueError("AdoptedArena needs an engine to ask for its layout, or layout=")
+            layout = client.layout()
         self._client = client
         self._module = module
-        layout = client.layout()
+        self._layout = layout
         self._placements = [place for place in layout.placements if not place.alias_of]
-        _check_fits(dict(ModuleSource(module)), self._placements)
-        self._segment = SharedSegment.create(layout.arena_bytes, owner_lock=True)
+        tensors = dict(ModuleSource(module))
+        device = next(iter(tensors.values())).device
+        _check_fits(tensors, self._placements, device)
+        self._memory = allocate(layout.arena_bytes, device)
         self._move_in()
         self.report: UpdateReply | None = None
 
     @property
-    def descriptor(self) -> ShmSegment:
-        return self._segment.descriptor
+    def descriptor(self) -> ShmSegment | CudaIpcRegion:
+        return self._memory.region()
+
+    def write_descriptor(self, path: str | Path) -> None:
+        """Write what an engine needs to start on this arena: JSON, for this user alone to read.
+
+        The parameters must hold the weights that it is to serve; do not write to them until it is ready,
+        and then only inside `update`.
+        """
+        text = describe(self._memory.region(), self._layout)
+        target = Path(path)
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:  # mode 0600
+            file.write(text)
+        os.replace(file.name, target)
+
+    def connect(self, client: WeightsClient) -> None:
+        """Tell the arena which engine lives on it.
+
+        Raises:
+            ValueError: the engine has another layout.
+        """
+        if client.layout().digest() != self._layout.digest():
+            raise ValueError(f"{client.address} serves weights in another layout than this arena's")
+        self._client = client
 
     @contextmanager
     def update(
@@ -77,10 +126,13 @@ class AdoptedArena:
         Raises:
             RollsyncError: begin or commit was refused, or the lease ran out in between.
         """
+        client = self._client
+        if client is None:
+            raise ValueError("the arena has no engine yet; connect(client) first")
         manifest = Manifest(tuple(TensorSpec(p.name, p.dtype, p.shape) for p in self._placements))
-        begun = self._client.begin(
+        begun = client.begin(
             BeginUpdate(
-                path=Path.IPC,
+                path=Way.IPC,
                 update_id=f"adopt-{secrets.token_hex(8)}",
                 version=version,
                 manifest=manifest,
@@ -92,20 +144,19 @@ class AdoptedArena:
         )
         try:
             yield
-            self._client.update_from_ipc(begun.update_id, [self.descriptor], timeout_s=timeout_s)
-            reply = self._client.commit(begun.update_id, timeout_s=timeout_s)
+            client.update_from_ipc(begun.update_id, [self.descriptor], timeout_s=timeout_s)
+            reply = client.commit(begun.update_id, timeout_s=timeout_s)
         except BaseException:
             with suppress(RollsyncError):  # the engine's lease ends it otherwise
-                self._client.abort(begun.update_id)
+                client.abort(begun.update_id)
             raise
         if reply.num_tensors == 0:
-            raise RollsyncError("INTERNAL", "NOT_APPLIED", f"{self._client.address} adopted no tensor")
+            raise RollsyncError("INTERNAL", "NOT_APPLIED", f"{client.address} adopted no tensor")
         self.report = reply
 
     def _move_in(self) -> None:
         """Copy every parameter into its place and point it there; tied parameters get the same place."""
-        buffer = torch.frombuffer(self._segment.buf, dtype=torch.uint8)
-        views = {place.name: _view(buffer, place) for place in self._placements}
+        views = {place.name: _view(self._memory.data, place) for place in self._placements}
         place_of: dict[object, torch.Tensor] = {}
         for name, tensor in ModuleSource(self._module):
             views[name].copy_(tensor)
@@ -122,10 +173,16 @@ class AdoptedArena:
         """Give the parameters memory of their own, and the arena back."""
         private = {storage_key(tensor): tensor.clone() for _, tensor in ModuleSource(self._module)}
         self._rebind(private)
-        with suppress(RollsyncError):  # an engine that still lives on the arena stops serving, and says so
-            self._client.release(self.descriptor.allocation_id)
-        self._segment.close()
-        self._segment.unlink()
+        del private
+        free = True
+        if self._client is not None:
+            try:
+                self._client.release(self._memory.allocation_id)
+            except (
+                RollsyncError
+            ) as error:  # an engine that still lives on the arena stops serving, and says so
+                free = error.unreachable
+        self._memory.close(free=free)
 
     def __enter__(self) -> AdoptedArena:
         return self
@@ -140,7 +197,7 @@ def _view(buffer: torch.Tensor, place: Placement) -> torch.Tensor:
     return buffer[place.offset : place.offset + nbytes].view(dtype).view(place.shape)
 
 
-def _check_fits(tensors: dict[str, torch.Tensor], placements: list[Placement]) -> None:
+def _check_fits(tensors: dict[str, torch.Tensor], placements: list[Placement], device: torch.device) -> None:
     wanted = {place.name for place in placements}
     if wanted != tensors.keys():
         odd = sorted(wanted ^ tensors.keys())[0]
@@ -149,8 +206,8 @@ def _check_fits(tensors: dict[str, torch.Tensor], placements: list[Placement]) -
     for place in placements:
         tensor = tensors[place.name]
         dtype = TORCH_DTYPES[place.dtype]
-        if (tuple(tensor.shape), tensor.dtype, tensor.device.type) != (place.shape, dtype, "cpu"):
+        if (tuple(tensor.shape), tensor.dtype, tensor.device) != (place.shape, dtype, device):
             raise ValueError(
                 f"{place.name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; adoption shares "
-                f"memory and needs {dtype} {place.shape} on the CPU (serve with --dtype to match)"
+                f"memory and needs {dtype} {place.shape}, all on {device} (serve with --dtype to match)"
             )

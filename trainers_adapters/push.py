@@ -24,7 +24,7 @@ from trainers_adapters.errors import RollsyncError
 from trainers_adapters.send_distributed import BroadcastGroup
 from trainers_adapters.send_ipc import IpcArena
 from trainers_adapters.send_tensor import TensorStream
-from trainers_adapters.sending import Outgoing, Sender
+from trainers_adapters.sending import Outgoing, Sender, named_by_digest
 from trainers_adapters.sources import Source
 from weight_updater.errors import UpdateError
 from weight_updater.requests import (
@@ -190,12 +190,45 @@ class _Push:
         with self._pool:
             fields = self._staged()
             staged = time.monotonic()
+            reply = self._in_one_call(fields) if len(self._clients) == 1 else None
+            if reply is not None:
+                return self._report({self._clients[0].address: reply}, staged, staged)
             begun = self._begin_all(fields)
             self._send_all(begun)
             sent = time.monotonic()
             if len(self._clients) > 1:
                 self._prepare_all()
             replies = self._commit_all(begun)
+        return self._report(replies, staged, sent)
+
+    def _in_one_call(self, fields: dict[str, Any]) -> UpdateReply | None:
+        """Begin, send and commit in one call, if the sender can. Asked again, an engine that has committed
+        gives the same answer.
+        """
+        (client,) = self._clients
+        give_up = time.monotonic() + COMMIT_RETRY_S
+        update = replace(self._update, **fields)
+        while True:
+            try:
+                reply = named_by_digest(
+                    client, update, lambda asked: self._sender.in_one_call(client, asked, self._outgoing)
+                )
+                break
+            except RollsyncError as error:
+                if not _unknown(error):
+                    self._fail(
+                        f"UpdateWeightsFrom{self._sender.path.capitalize()} on {client.address}", error
+                    )
+                if not error.unreachable or time.monotonic() > give_up:
+                    with suppress(RollsyncError):
+                        client.abort(update.update_id, timeout_s=10.0)
+                    self._incomplete(self._update.version, {}, {client.address: error})
+                time.sleep(0.2)
+        if reply is not None:
+            self._check(client.address, reply, self._update.version or reply.version)
+        return reply
+
+    def _report(self, replies: dict[str, UpdateReply], staged: float, sent: float) -> PushReport:
         now = time.monotonic()
         (version,) = {reply.version for reply in replies.values()}
         return PushReport(
@@ -219,7 +252,8 @@ class _Push:
 
     def _begin_all(self, fields: dict[str, Any]) -> BeginReply:
         def begin(client: WeightsClient) -> BeginReply:
-            return _begin(client, replace(self._update, **fields), self._outgoing.seconds_left)
+            update, left = replace(self._update, **fields), self._outgoing.seconds_left
+            return named_by_digest(client, update, lambda asked: client.begin(asked, timeout_s=left))
 
         replies = self._on_all(begin, "BeginUpdate")
         agreed = {(reply.next_version, reply.bucket_bytes, reply.total_bytes) for reply in replies}
@@ -350,23 +384,6 @@ class _Push:
             wrong = f"committed version {reply.version} without comparing checksums"
         if wrong:
             raise PushError("INTERNAL", "NOT_APPLIED", f"{where} {wrong}; do not trust its samples")
-
-
-def _begin(client: WeightsClient, update: BeginUpdate, timeout_s: float) -> BeginReply:
-    """Begin with the manifest's digest where this client's engine has seen it, else with all of it."""
-    manifest = update.manifest
-    if manifest is not None and manifest.digest() in client.manifest_digests:
-        sums = [spec.checksum for spec in manifest.tensors if spec.checksum is not None]
-        short = replace(update, manifest=None, manifest_digest=manifest.digest(), checksums=tuple(sums))
-        try:
-            return client.begin(short, timeout_s=timeout_s)
-        except RollsyncError as error:
-            if error.reason != "MANIFEST_UNKNOWN":  # another engine process listens there now
-                raise
-            client.manifest_digests.discard(manifest.digest())
-    reply = client.begin(update, timeout_s=timeout_s)
-    client.manifest_digests.add(reply.manifest_digest)
-    return reply
 
 
 def _unknown(error: RollsyncError) -> bool:

@@ -3,57 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.segments import PackedSegment
 from trainers_adapters.sending import Outgoing, Sender
-from weight_updater.requests import BeginReply, Path, ShmSegment, UpdateReply
+from trainers_adapters.sources import Source
+from weight_updater.requests import BeginReply, BeginUpdate, Path, ShmSegment, UpdateReply
+
+if TYPE_CHECKING:
+    from trainers_adapters.cuda_lending import CudaLending, Lent
 
 
 class IpcArena(Sender):
-    """One POSIX shared-memory allocation for all tensors, opened by the engines once and kept by both.
+    """Memory for all tensors that the engines open once and both sides keep.
 
-    Its memory is freed only after every engine that mapped it has acknowledged Release; so close it (or
-    leave its `with` block) before the clients.
+    CUDA tensors are lent where they lie, by handle; others are copied into one POSIX shared-memory
+    allocation. Memory that engines have mapped may be freed only after they have acknowledged Release; so
+    close the arena (or leave its `with` block) before the clients, and before a module on a GPU goes.
     """
 
     path: ClassVar[Path] = Path.IPC
 
     def __init__(self) -> None:
         self._segment = PackedSegment()
+        self._lending: CudaLending | None = None
+        self._lent: Lent | None = None  # what this push lends, if it lies on GPUs
         self._borrowers: dict[str, WeightsClient] = {}
+        self._told: dict[str, str] = {}  # engine -> digest of what was lent to it in full
 
     @property
     def descriptor(self) -> ShmSegment:
-        """Of the allocation; its allocation_id stays the same as long as its memory does."""
+        """Of the POSIX allocation; its allocation_id stays the same as long as its memory does."""
         return self._segment.descriptor
 
+    @property
+    def allocation_ids(self) -> set[str]:
+        """Of all memory that engines may have mapped."""
+        shared = {self._segment.descriptor.allocation_id} if self._segment.holds_memory else set()
+        return shared | (self._lending.allocation_ids if self._lending is not None else set())
+
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
+        self._lent = None
+        if _on_gpus(outgoing.source):
+            self._lend(outgoing)
+            return {}
         if not self._segment.fits(outgoing.manifest):
             self.close()
         self._segment.fill(outgoing.source, outgoing.manifest)
         return {}
 
+    def _lend(self, outgoing: Outgoing) -> None:
+        from trainers_adapters.cuda_lending import CudaLending
+
+        if self._lending is None:
+            self._lending = CudaLending()
+        before = self._lending.allocation_ids
+        self._lent = self._lending.lend(outgoing.source, outgoing.manifest)
+        gone = sorted(before - self._lending.allocation_ids)
+        if gone:
+            release_everywhere(gone, list(self._borrowers.values()))
+        self._lending.forget()
+
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
+        return self._update(client, begun.update_id, outgoing)
+
+    def in_one_call(
+        self, client: WeightsClient, update: BeginUpdate, outgoing: Outgoing
+    ) -> UpdateReply | None:
+        return None if self._lent is None else self._update(client, update, outgoing)
+
+    def _update(self, client: WeightsClient, update: str | BeginUpdate, outgoing: Outgoing) -> UpdateReply:
         self._borrowers[client.address] = client
-        return client.update_from_ipc(
-            begun.update_id, [self._segment.descriptor], timeout_s=outgoing.seconds_left
-        )
+        lent, left = self._lent, outgoing.seconds_left
+        if lent is None:
+            return client.update_from_ipc(update, [self._segment.descriptor], timeout_s=left)
+        if self._told.get(client.address) == lent.digest:
+            try:
+                return client.update_from_ipc(update, [], lent=lent.digest, timeout_s=left)
+            except RollsyncError as error:
+                if error.reason != "MANIFEST_UNKNOWN":  # another engine process listens there now
+                    raise
+                del self._told[client.address]
+        reply = client.update_from_ipc(update, lent.probed(), lent.placements, timeout_s=left)
+        self._told[client.address] = lent.digest
+        return reply
 
     def close(self) -> None:
-        if self._segment.holds_memory:
-            release_everywhere(self._segment.descriptor.allocation_id, list(self._borrowers.values()))
+        if self.allocation_ids:
+            release_everywhere(sorted(self.allocation_ids), list(self._borrowers.values()))
         self._borrowers.clear()
+        self._told.clear()
         self._segment.close()
+        self._lent = None
+        if self._lending is not None:
+            self._lending.close()
 
 
-def release_everywhere(allocation_id: str, clients: Sequence[WeightsClient]) -> None:
-    """Make every engine unmap an allocation; one that is gone has no mapping any more."""
+def _on_gpus(source: Source) -> bool:
+    """Whether all of a source's tensors lie on GPUs."""
+    return all(tensor.device.type == "cuda" for _, tensor in source)
+
+
+def release_everywhere(allocation_ids: str | Sequence[str], clients: Sequence[WeightsClient]) -> None:
+    """Make every engine unmap allocations; one that is gone has no mapping any more."""
     for client in clients:
         try:
-            client.release(allocation_id)
+            client.release(allocation_ids)
         except RollsyncError as error:
             if not error.unreachable:
                 raise

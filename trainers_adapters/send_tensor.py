@@ -9,10 +9,11 @@ from trainers_adapters.clients import WeightsClient
 from trainers_adapters.segments import PackedSegment
 from trainers_adapters.sending import Outgoing, Sender, byte_view
 from trainers_adapters.weights_calls import Chunk
+from weight_updater.heap import keep_freed_buffers
 from weight_updater.requests import BeginReply, Path, UpdateReply
 
-CHUNK_BYTES = (4 << 20) - 4096
-"""The largest multiple of 4 KiB that fits a default gRPC message (4 MiB) together with its header."""
+CHUNK_BYTES = 1 << 20
+"""Bytes of a chunk: large for what a message costs, small enough for its copies to stay in the cache."""
 
 
 class TensorStream(Sender):
@@ -28,6 +29,7 @@ class TensorStream(Sender):
         if chunk_bytes < 8 or chunk_bytes % 8:
             raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be a positive multiple of 8")
         self._chunk_bytes = chunk_bytes
+        keep_freed_buffers()
 
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
         return client.update_from_tensor(

@@ -7,15 +7,18 @@ a `with` block, and what it allocates (a segment, a process group) is kept and u
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from trainers_adapters.clients import WeightsClient
+from trainers_adapters.errors import RollsyncError
 from trainers_adapters.sources import Source
-from weight_updater.requests import BeginReply, Manifest, Path, UpdateReply
+from weight_updater.requests import BeginReply, BeginUpdate, Manifest, Path, UpdateReply
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,15 @@ class Sender:
         """Once for each engine, each in a thread of its own: the UpdateWeightsFrom... call."""
         raise NotImplementedError
 
+    def in_one_call(
+        self, client: WeightsClient, update: BeginUpdate, outgoing: Outgoing
+    ) -> UpdateReply | None:
+        """With one engine only: begin, send and commit in one call; None if this path takes several.
+
+        Refused with MANIFEST_UNKNOWN, it is called again with the whole manifest.
+        """
+        return None
+
     def beside(self, begun: BeginReply, outgoing: Outgoing) -> None:
         """Once, in a thread of its own, while all `send`s run: what they have in common."""
 
@@ -62,6 +74,25 @@ class Sender:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def named_by_digest(client: WeightsClient, update: BeginUpdate, call: Callable[[BeginUpdate], R]) -> R:
+    """Call with the manifest's digest where this client's engine has seen it, else with all of it."""
+    assert update.manifest is not None, "a push begins with a manifest"
+    digest = update.manifest.digest()
+    if digest in client.manifest_digests:
+        sums = [spec.checksum for spec in update.manifest.tensors if spec.checksum is not None]
+        short = replace(update, manifest=None, manifest_digest=digest, checksums=tuple(sums))
+        try:
+            return call(short)
+        except RollsyncError as error:
+            if error.reason != "MANIFEST_UNKNOWN":  # another engine process listens there now
+                raise
+            client.manifest_digests.discard(digest)
+    reply = call(update)
+    if reply is not None:
+        client.manifest_digests.add(digest)
+    return reply
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

@@ -209,17 +209,23 @@ def update_from_ipc(
     regions: Sequence[ShmSegment | CudaIpcRegion],
     placements: Sequence[RegionPlacement] = (),
     *,
+    lent: str = "",
+    scanned: bool = False,
     timeout_s: float = WORK_TIMEOUT_S,
 ) -> Unary[UpdateReply]:
     """Lend memory until the reply, which means: copied, synchronised, the memory is yours again.
 
     No placements: one region, the manifest's tensors in order, each 256-byte aligned.
+    lent: digest of the regions and placements of an earlier call, instead of them.
+    scanned: the manifest's checksums are of the bytes as they lie there, and all values are finite (CUDA).
     """
     request = pb.UpdateWeightsFromIpcRequest(
         handles=[_memory_handle(region) for region in regions],
         placements=[
             pb.RegionPlacement(tensor=p.tensor, handle=p.handle, offset=p.offset) for p in placements
         ],
+        lent=lent,
+        scanned=scanned,
         **_target(update),
     )
     return Unary("UpdateWeightsFromIpc", request, parse_update, timeout_s)
@@ -231,7 +237,14 @@ def _memory_handle(region: ShmSegment | CudaIpcRegion) -> pb.MemoryHandle:
         handle.posix_shm.CopyFrom(_segment(region))
     else:
         handle.cuda_ipc.CopyFrom(
-            pb.CudaIpcHandle(device_uuid=region.device_uuid, handle=region.handle, offset=region.offset)
+            pb.CudaIpcHandle(
+                device_uuid=region.device_uuid,
+                handle=region.handle,
+                offset=region.offset,
+                probe_bytes=region.probe_bytes,
+                probe_checksum=region.probe_checksum,
+                owner=None if region.owner is None else _segment(region.owner),
+            )
         )
     return handle
 

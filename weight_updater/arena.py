@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weight_updater import virtual_memory
 from weight_updater.requests import Layout, Placement, align
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -62,6 +63,7 @@ class Arena:
         self.aliases = dict(aliases or {})
         self._storage_offset: dict[str, int] = {}
         self.placements: dict[str, Placement] = {}
+        self.sizes: dict[str, int] = {}  # slot name -> bytes
         end = 0
         for storage in storages:
             self._storage_offset[storage.key] = end
@@ -70,13 +72,15 @@ class Arena:
         for name, target in self.aliases.items():
             place = self.placements[target]
             self.placements[name] = Placement(name, place.dtype, place.shape, place.offset, alias_of=target)
+            self.sizes[name] = self.sizes[target]
 
     def _place_slots(self, storage: StorageSpec, offset: int) -> int:
         itemsize = storage.dtype.itemsize
         for slot in storage.slots:
             assert slot.name not in self.placements, f"two slots are named {slot.name}"
             self.placements[slot.name] = Placement(slot.name, DTYPE_NAMES[storage.dtype], slot.shape, offset)
-            offset += math.prod(slot.shape) * itemsize
+            self.sizes[slot.name] = math.prod(slot.shape) * itemsize
+            offset += self.sizes[slot.name]
         expected = self._storage_offset[storage.key] + math.prod(storage.shape) * itemsize
         assert offset == expected, f"the slots of {storage.key} do not fill it"
         return offset
@@ -94,9 +98,14 @@ class Arena:
         """The slot that holds `name`'s bytes: itself, or the target of an alias."""
         return self.aliases.get(name, name)
 
-    def allocate(self, device: torch.device, *, pin: bool = False) -> torch.Tensor:
-        """A zeroed uint8 buffer of `nbytes` bytes for this layout, 256-byte aligned."""
-        return aligned_zeros(self.nbytes, device, pin=pin)
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """A zeroed uint8 buffer of `nbytes` bytes for this layout, 256-byte aligned.
+
+        On a GPU its memory can be released and resumed (virtual_memory.py).
+        """
+        if device.type == "cuda":
+            return virtual_memory.allocate(self.nbytes, device)
+        return aligned_zeros(self.nbytes, device)
 
     def slot_view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """The slot `name` in `buffer`, in its dtype and shape; borrows `buffer`'s memory."""
@@ -114,13 +123,13 @@ class Arena:
         return buffer[offset : offset + nbytes].view(dtype).view(shape)
 
 
-def aligned_zeros(nbytes: int, device: torch.device, *, pin: bool = False) -> torch.Tensor:
+def aligned_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     """A zeroed uint8 tensor of `nbytes` bytes whose address is a multiple of 256.
 
     CPU allocators align to 64 bytes only, so a little more is taken and the start is shifted.
     """
     slack = 0 if device.type == "cuda" else 256
-    raw = torch.zeros(nbytes + slack, dtype=torch.uint8, device=device, pin_memory=pin)
+    raw = torch.zeros(nbytes + slack, dtype=torch.uint8, device=device)
     start = -raw.data_ptr() % 256
     return raw[start : start + nbytes]
 
@@ -135,6 +144,7 @@ class WeightTarget:
         is_buffer: tells names that senders may bring but that are no weights (`rotary_emb.inv_freq`);
             they are skipped, since the engine computes them itself.
         finalise: recomputes derived state in place after a write; called at every commit.
+        buffer: memory in the arena's layout that holds the weights already; None allocates it.
     """
 
     def __init__(
@@ -144,6 +154,7 @@ class WeightTarget:
         device: torch.device,
         is_buffer: Callable[[str], bool] = lambda name: False,
         finalise: Callable[[], None] = lambda: None,
+        buffer: torch.Tensor | None = None,
     ) -> None:
         assert parameters.keys() == arena.storages.keys(), "each storage needs its parameter"
         self.arena = arena
@@ -151,7 +162,7 @@ class WeightTarget:
         self.is_buffer = is_buffer
         self.finalise = finalise
         self._parameters = dict(parameters)
-        self.buffer = arena.allocate(device)
+        self.buffer = arena.allocate(device) if buffer is None else buffer
         self.bind(self.buffer)
 
     def bind(self, buffer: torch.Tensor) -> None:

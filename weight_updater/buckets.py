@@ -73,7 +73,12 @@ class BucketPlan:
 
 
 def plan_buckets(manifest: Manifest, bucket_bytes: int = 0) -> BucketPlan:
-    """The buckets of `manifest`.
+    """The buckets of `manifest`; `bucket_bytes` and errors as for `bucket_size`."""
+    return BucketPlan(manifest, bucket_size(bucket_bytes))
+
+
+def bucket_size(bucket_bytes: int) -> int:
+    """The size of a bucket in bytes.
 
     Args:
         bucket_bytes: rounded up to a multiple of 256; 0 means 64 MiB.
@@ -87,4 +92,4 @@ def plan_buckets(manifest: Manifest, bucket_bytes: int = 0) -> BucketPlan:
             f"bucket_bytes is {bucket_bytes}; it must lie in [0, {MAX_BUCKET_BYTES}] (0 means "
             f"{DEFAULT_BUCKET_BYTES})",
         )
-    return BucketPlan(manifest, align(bucket_bytes or DEFAULT_BUCKET_BYTES))
+    return align(bucket_bytes or DEFAULT_BUCKET_BYTES)

@@ -25,17 +25,24 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from weight_updater.device_scan import checksums_on_device, is_fast, scan_many
 
 _MASK = (1 << 64) - 1
 _POSITION = 0x9E3779B97F4A7C15
 _MULTIPLIER = 0xBF58476D1CE4E5B9
 _LENGTH_INDEX = 1 << 60  # no tensor has a word at this index
 
-_BLOCK_WORDS = 16384  # 128 KiB; with its scratch it stays in a core's second-level cache
+_BLOCK_WORDS = 16384
+BLOCK_BYTES = 8 * _BLOCK_WORDS
+"""What is hashed at a time on a CPU: with its scratch it stays in a core's second-level cache."""
+SMALL_BYTES = 16 << 10
+"""Tensors up to this size are worth hashing together."""
 _DEVICE_BLOCK_BYTES = 64 << 20
 _CHUNK_BYTES = 8 << 20  # one thread's share of a large tensor, and the largest copy of a strided one
 
@@ -83,13 +90,25 @@ def scan(data: torch.Tensor, offset: int = 0, dtype: torch.dtype | None = None) 
     if offset % 8:
         raise ValueError(f"a checksum's chunk starts at byte {offset}; offsets must be multiples of 8")
     if data.device.type != "cpu":
+        if is_fast(data.device):
+            return scan_many([data], data.device, [dtype], [offset])[0]
         return _scan_torch(data, offset, dtype)
     return _scan_numpy(data.numpy(), offset // 8, dtype)
 
 
 def finish(total: int, nbytes: int) -> int:
     """The checksum of a tensor of `nbytes` bytes whose chunks' totals add up to `total`."""
-    return (total + mix(nbytes, _LENGTH_INDEX)) & _MASK
+    return (total + _mixed_length(nbytes)) & _MASK
+
+
+@lru_cache(maxsize=1024)
+def _mixed_length(nbytes: int) -> int:
+    return mix(nbytes, _LENGTH_INDEX)
+
+
+def unfinish(checksum: int, nbytes: int) -> int:
+    """The total of a tensor of `nbytes` bytes that has this checksum: the reverse of `finish`."""
+    return (checksum - mix(nbytes, _LENGTH_INDEX)) & _MASK
 
 
 class PartialChecksum:
@@ -130,6 +149,62 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The checksums of many tensors; CPU tensors are shared out over as many threads as torch uses."""
+    if tensors and all(is_fast(tensor.device) for tensor in tensors):
+        return checksums_on_device(tensors)
+    values = [0] * len(tensors)
+    others = _together(tensors, values)
+    for index, value in zip(others, _one_by_one([tensors[i] for i in others]), strict=True):
+        values[index] = value
+    return values
+
+
+def is_small(nbytes: int) -> bool:
+    """Whether a tensor is worth hashing as a row among others of its size: small, and of whole words."""
+    return 0 < nbytes <= SMALL_BYTES and nbytes % 8 == 0
+
+
+def row_totals(rows: _Words) -> list[int]:
+    """The sum of mixed words of each row of [rows, words]: many small tensors at the cost of their bytes."""
+    steps = np.arange(1, rows.shape[1] + 1, dtype=np.uint64) * np.uint64(_POSITION)
+    x = rows ^ steps
+    x ^= x >> _HALF
+    x *= np.uint64(_MULTIPLIER)
+    x ^= x >> _HALF
+    totals: list[int] = x.sum(axis=1, dtype=np.uint64).tolist()
+    return totals
+
+
+def rows_nonfinite(rows: npt.NDArray[np.uint8], dtype: torch.dtype) -> list[bool]:
+    """For each row of [rows, bytes], whether a value of `dtype` (floating) in it is not finite."""
+    unsigned, magnitude, infinity = _EXPONENTS[dtype]
+    largest = (rows.view(unsigned) & unsigned(magnitude)).max(axis=1)
+    found: list[bool] = (largest >= infinity).tolist()
+    return found
+
+
+def _together(tensors: Sequence[torch.Tensor], values: list[int]) -> list[int]:
+    """Hash small CPU tensors, alike ones as rows of one block, into `values`; returns the others' indexes."""
+    alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+    others = []
+    for index, tensor in enumerate(tensors):
+        if tensor.is_cpu and is_small(tensor.nbytes):
+            alike.setdefault((tensor.dtype, tensor.shape), []).append(index)
+        else:
+            others.append(index)
+    for (dtype, shape), indexes in alike.items():
+        nbytes = shape.numel() * dtype.itemsize
+        step = max(1, BLOCK_BYTES // nbytes)
+        for first in range(0, len(indexes), step):
+            part = indexes[first : first + step]
+            with torch.no_grad():
+                block = torch.stack([tensors[index] for index in part]).view(-1)
+            rows = block.view(torch.uint8).numpy().view(np.uint64).reshape(len(part), nbytes // 8)
+            for index, total in zip(part, row_totals(rows), strict=True):
+                values[index] = finish(total, nbytes)
+    return others
+
+
+def _one_by_one(tensors: Sequence[torch.Tensor]) -> list[int]:
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(tensors) < 2 or tensors[0].device.type != "cpu":
         return [checksum(tensor) for tensor in tensors]
@@ -146,8 +221,8 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def fold(values: Iterable[int]) -> int:
     """One checksum over the checksums of many tensors, in order."""
-    words = list(values)
-    return finish(sum(mix(word, index) for index, word in enumerate(words)), 8 * len(words))
+    words = np.fromiter(values, dtype=np.uint64)
+    return finish(row_totals(words.reshape(1, -1))[0], words.nbytes)
 
 
 def has_nonfinite(tensor: torch.Tensor) -> bool:

@@ -51,6 +51,7 @@ def make_live(
     """
     done = Done()
     try:
+        synchronise(target.device)  # passes that were started under the old weights end under them
         start = time.perf_counter()
         write.run()
         synchronise(target.device)

@@ -1,76 +1,209 @@
 """Path `ipc`: memory of a trainer on the same host, lent for the length of the call.
 
 A region is mapped once for each allocation id and kept until it is released; a new allocation has a new
-id, so a kept mapping is never mistaken for another. Regions on a CPU are POSIX shared-memory segments.
+id, so a kept mapping is never mistaken for another. Regions on a CPU are POSIX shared-memory segments, on
+a GPU parts of CUDA allocations; an allocation is mapped once for all of its regions.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from weight_updater.arena import Arena
 from weight_updater.cast import bytes_over
+from weight_updater.checksum import checksum
+from weight_updater.device_memory import MappedAllocation
+from weight_updater.device_scan import side_stream
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.lent_tensors import take_lent
 from weight_updater.plan import Plan
-from weight_updater.requests import FromIpc, RegionPlacement, ShmSegment
+from weight_updater.requests import CudaIpcRegion, FromIpc, RegionPlacement, ShmSegment
 from weight_updater.shm import SharedSegment
 from weight_updater.sink import Sink
 
-MAX_MAPPINGS = 256
-"""Mappings that are kept; beyond them the least recently used one goes."""
+MAX_MAPPINGS = 1024
+"""Loose mappings that are kept; beyond them the least recently used one goes."""
+
+MAX_LENT = 8
+"""Sets of regions and placements that are remembered by digest."""
+
+Region = ShmSegment | CudaIpcRegion
 
 
-@dataclass(frozen=True, slots=True)
 class Mapping:
-    """A mapped region. data: [size] uint8, the trainer's memory itself."""
+    """A mapped region of the trainer's memory.
 
-    segment: SharedSegment
-    data: torch.Tensor
+    allocation_id: of its allocation. data: [size] uint8, the trainer's memory itself.
+    """
 
-    @property
-    def allocation_id(self) -> str:
-        return self.segment.descriptor.allocation_id
+    def __init__(self, allocation_id: str, data: torch.Tensor, owner: SharedSegment | None) -> None:
+        self.allocation_id = allocation_id
+        self.data = data
+        self._owner = owner
+
+    def owner_alive(self) -> bool:
+        """Whether a trainer that holds the owner's lock lives; False if nobody ever took one."""
+        return self._owner is not None and self._owner.owner_alive()
+
+
+class _Shared:
+    """A POSIX segment, mapped; one region."""
+
+    def __init__(self, segment: ShmSegment) -> None:
+        self.named = segment
+        self._opened = SharedSegment.open(segment)
+        self._mapping: Mapping | None = Mapping(
+            segment.allocation_id, bytes_over(self._opened.buf), self._opened
+        )
+
+    def mapping(self, region: Region) -> Mapping:
+        if region != self.named or self._mapping is None:
+            raise UpdateRefused(
+                Reason.MEMORY_UNAVAILABLE,
+                f"allocation {self.named.allocation_id} is mapped as segment {self.named.name} of "
+                f"{self.named.size} bytes, not {_describe(region)}; give every allocation an id of its own",
+            )
+        return self._mapping
+
+    def close(self) -> None:
+        self._mapping = None  # drops the tensor, so that it can be unmapped
+        self._opened.close()
+
+
+class _OnGpu:
+    """A CUDA allocation, mapped; any number of regions in it."""
+
+    def __init__(self, region: CudaIpcRegion, device: torch.device) -> None:
+        self._named = (region.device_uuid, region.handle)
+        self._allocation = MappedAllocation(region.handle, region.device_uuid, device)
+        self._regions: dict[tuple[int, int], Mapping] = {}
+        self._owner: SharedSegment | None = None
+        try:
+            self.mapping(region)
+            self._probe(region, device)
+        except Exception:
+            self.close()
+            raise
+
+    def mapping(self, region: Region) -> Mapping:
+        if not isinstance(region, CudaIpcRegion) or (region.device_uuid, region.handle) != self._named:
+            raise UpdateRefused(
+                Reason.MEMORY_UNAVAILABLE,
+                f"allocation {region.allocation_id} is mapped as another allocation on {self._named[0]}, "
+                f"not {_describe(region)}; give every allocation an id of its own",
+            )
+        where = (region.offset, region.size)
+        if where not in self._regions:
+            self._allocation.check_holds(region.offset + region.size)
+            if region.owner is not None and self._owner is None:
+                self._owner = SharedSegment.open(region.owner)
+            self._regions[where] = Mapping(region.allocation_id, self._allocation.region(*where), self._owner)
+        return self._regions[where]
+
+    def _probe(self, region: CudaIpcRegion, device: torch.device) -> None:
+        """Read the region's first bytes, and compare them with what the trainer says they are."""
+        sample = self.mapping(region).data[: region.probe_bytes or 8]
+        with side_stream(device):
+            found = checksum(sample.to(device))
+        if region.probe_checksum is not None and found != region.probe_checksum:
+            raise UpdateRefused(
+                Reason.MEMORY_UNAVAILABLE,
+                f"the first {sample.numel()} bytes of {_describe(region)} have checksum {found:016x} here, "
+                f"{region.probe_checksum:016x} in the trainer; wait for the writes to end before the call, "
+                f"and give every allocation an id of its own",
+            )
+
+    def close(self) -> None:
+        self._regions.clear()
+        self._allocation.close()
+        if self._owner is not None:
+            self._owner.close()
 
 
 class Mappings:
-    """Regions by allocation id. `pinned` ones (of the open update, or adopted) stay, whatever happens."""
+    """Regions by allocation id, each allocation mapped once, and what was lent by digest.
 
-    def __init__(self) -> None:
+    Args:
+        device: of the live weights.
+
+    Attributes:
+        pinned: allocations that stay, whatever happens (of the open update, or adopted).
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self.pinned: set[str] = set()
-        self._mappings: OrderedDict[str, Mapping] = OrderedDict()
+        self.device = device
+        self._mappings: OrderedDict[str, _Shared | _OnGpu] = OrderedDict()
+        self._lent: OrderedDict[str, FromIpc] = OrderedDict()
+        self._in_use: Counter[str] = Counter()  # allocations that a worker reads
+        self._lock = threading.RLock()  # the loop releases, a worker opens
 
-    def open(self, segment: ShmSegment) -> Mapping:
-        """Map a segment, or find it mapped.
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def open(self, region: Region) -> Mapping:
+        """Map a region, or find it mapped.
 
         Raises:
             UpdateRefused (MEMORY_UNAVAILABLE): it cannot be mapped, or its allocation id is known as that
-                of another segment.
+                of another allocation.
         """
-        known = self._mappings.get(segment.allocation_id)
-        if known is not None:
-            if known.segment.descriptor != segment:
+        with self._lock:
+            known = self._mappings.get(region.allocation_id)
+            if known is None:
+                if not region.allocation_id:
+                    raise UpdateRefused(
+                        Reason.INVALID_UPDATE, f"{_describe(region)} comes without an allocation id"
+                    )
+                known = _Shared(region) if isinstance(region, ShmSegment) else _OnGpu(region, self.device)
+                self._mappings[region.allocation_id] = known
+                loose = [key for key in self._mappings if not self._is_held(key)]
+                for allocation_id in loose[:-MAX_MAPPINGS]:
+                    self._close(allocation_id)
+            self._mappings.move_to_end(region.allocation_id)
+            return known.mapping(region)
+
+    def recall(self, request: FromIpc) -> FromIpc:
+        """The request with the regions and placements that it names by digest; others are remembered.
+
+        Raises:
+            UpdateRefused (MANIFEST_UNKNOWN): nothing that was lent has that digest.
+        """
+        with self._lock:
+            if not request.lent:
+                if request.cuda_regions:
+                    self._lent[request.digest()] = request
+                    while len(self._lent) > MAX_LENT:
+                        self._lent.popitem(last=False)
+                return request
+            known = self._lent.get(request.lent)
+            if known is None:
                 raise UpdateRefused(
-                    Reason.MEMORY_UNAVAILABLE,
-                    f"allocation {segment.allocation_id} is mapped as segment "
-                    f"{known.segment.descriptor.name} of {known.segment.descriptor.size} bytes, "
-                    f"not {segment.name} of {segment.size}; give every allocation an id of its own",
+                    Reason.MANIFEST_UNKNOWN,
+                    f"no regions with digest {request.lent} are known here; send them in full once",
                 )
-            self._mappings.move_to_end(segment.allocation_id)
-            return known
-        if not segment.allocation_id:
-            raise UpdateRefused(
-                Reason.INVALID_UPDATE, f"segment {segment.name} comes without an allocation id"
-            )
-        opened = SharedSegment.open(segment)
-        mapping = Mapping(opened, bytes_over(opened.buf))
-        self._mappings[segment.allocation_id] = mapping
-        for allocation_id in [key for key in self._mappings if key not in self.pinned][:-MAX_MAPPINGS]:
-            self._close(allocation_id)
-        return mapping
+            self._lent.move_to_end(request.lent)
+            return replace(known, update_id=request.update_id, scanned=request.scanned)
+
+    @contextmanager
+    def using(self, regions: Sequence[Region]) -> Iterator[list[Mapping]]:
+        """Map regions, none of which is unmapped before the block ends."""
+        held = [region.allocation_id for region in regions]
+        with self._lock:
+            self._in_use.update(held)
+        try:
+            yield [self.open(region) for region in regions]
+        finally:
+            with self._lock:
+                self._in_use.subtract(held)
+                self._in_use += Counter()  # drops what has come down to zero
 
     def release(self, allocation_ids: Sequence[str]) -> int:
         """Unmap; unknown ids are ignored. Returns how many were unmapped.
@@ -78,26 +211,39 @@ class Mappings:
         Raises:
             UpdateRefused (WRONG_STATE): one of them is in use; then none is unmapped.
         """
-        for allocation_id in allocation_ids:
-            if allocation_id in self.pinned:
-                raise UpdateRefused(
-                    Reason.WRONG_STATE,
-                    f"allocation {allocation_id} is in use, by an open update or as the adopted arena; "
-                    f"end the update, or commit one without adopt, and release it then",
-                )
-        known = [allocation_id for allocation_id in allocation_ids if allocation_id in self._mappings]
-        for allocation_id in known:
-            self._close(allocation_id)
-        return len(known)
+        with self._lock:
+            for allocation_id in allocation_ids:
+                if self._is_held(allocation_id):
+                    raise UpdateRefused(
+                        Reason.WRONG_STATE,
+                        f"allocation {allocation_id} is in use, by an open update or as the adopted arena; "
+                        f"end the update, or commit one without adopt, and release it then",
+                    )
+            known = [allocation_id for allocation_id in allocation_ids if allocation_id in self._mappings]
+            for allocation_id in known:
+                self._close(allocation_id)
+            return len(known)
 
     def close(self) -> None:
         """Unmap everything."""
-        for allocation_id in list(self._mappings):
-            self._close(allocation_id)
+        with self._lock:
+            for allocation_id in list(self._mappings):
+                self._close(allocation_id)
+
+    def _is_held(self, allocation_id: str) -> bool:
+        return allocation_id in self.pinned or self._in_use[allocation_id] > 0
 
     def _close(self, allocation_id: str) -> None:
-        segment = self._mappings.pop(allocation_id).segment  # drops the tensor, so that it can be unmapped
-        segment.close()
+        self._mappings.pop(allocation_id).close()
+        for digest, lent in list(self._lent.items()):
+            if any(region.allocation_id == allocation_id for region in lent.all_regions):
+                del self._lent[digest]
+
+
+def _describe(region: Region) -> str:
+    if isinstance(region, ShmSegment):
+        return f"segment {region.name} of {region.size} bytes"
+    return f"region [{region.offset}, {region.offset + region.size}) on {region.device_uuid}"
 
 
 def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, adopt: bool = False) -> None:
@@ -111,48 +257,57 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
     Raises:
         UpdateRefused: MEMORY_UNAVAILABLE, INVALID_UPDATE, BAD_CHUNK.
     """
-    if request.cuda_regions:
+    if request.cuda_regions and not mappings.on_gpu:
         raise UpdateRefused(
             Reason.MEMORY_UNAVAILABLE,
             f"{len(request.cuda_regions)} regions are CUDA memory, but this engine's weights are not on a "
             f"CUDA device; lend POSIX shared memory, or use another path",
         )
     placements = _placements(request, sink.plan, arena, adopt=adopt)
-    regions = [mappings.open(region).data for region in request.regions]
-    tensors = sink.plan.manifest.tensors
-    for place in placements:
-        nbytes = tensors[place.tensor].nbytes
-        sink.write(place.tensor, 0, regions[place.handle][place.offset : place.offset + nbytes])
+    with mappings.using(request.all_regions) as mapped, side_stream(mappings.device):
+        regions = [mapping.data for mapping in mapped]
+        if request.cuda_regions:
+            sizes = sink.plan.sizes
+            lent = [
+                (place.tensor, regions[place.handle].narrow(0, place.offset, sizes[place.tensor]))
+                for place in placements
+            ]
+            take_lent(sink, lent, mappings.device, scanned=request.scanned)
+            return
+        for handle, region in enumerate(regions):
+            here = [place for place in placements if place.handle == handle]
+            sink.write_whole([place.tensor for place in here], [place.offset for place in here], region)
+        sink.flush()
 
 
 def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> list[RegionPlacement]:
     """Where each tensor that is needed lies; checked against the regions' number and sizes."""
     tensors = plan.manifest.tensors
     if not request.placements:
-        if len(request.regions) != 1:
+        if len(request.all_regions) != 1:
             raise UpdateRefused(
                 Reason.INVALID_UPDATE,
-                f"{len(request.regions)} regions come without placements; say where each tensor lies, or "
+                f"{len(request.all_regions)} regions come without placements; say where each tensor lies, or "
                 f"lend one region with all tensors packed in order",
             )
         offsets = [place.offset if place else 0 for place in plan.slots] if adopt else None
-        offsets = offsets or plan.manifest.packed_offsets()[0]
+        offsets = offsets or plan.packed_offsets
         placements = [RegionPlacement(index, 0, offsets[index]) for index in plan.needed]
     else:
         placements = list(request.placements)
     for place in placements:
-        if not 0 <= place.tensor < len(tensors) or not 0 <= place.handle < len(request.regions):
+        if not 0 <= place.tensor < len(tensors) or not 0 <= place.handle < len(request.all_regions):
             raise UpdateRefused(
                 Reason.INVALID_UPDATE,
                 f"a placement names tensor {place.tensor} in region {place.handle}; there are {len(tensors)} "
-                f"tensors and {len(request.regions)} regions (counted from 0)",
+                f"tensors and {len(request.all_regions)} regions (counted from 0)",
             )
-        spec, size = tensors[place.tensor], request.regions[place.handle].size
-        if place.offset < 0 or place.offset + spec.nbytes > size:
+        size, end = request.all_regions[place.handle].size, place.offset + plan.sizes[place.tensor]
+        if place.offset < 0 or end > size:
             raise UpdateRefused(
                 Reason.MEMORY_UNAVAILABLE,
-                f"{spec.name} needs bytes [{place.offset}, {place.offset + spec.nbytes}) of region "
-                f"{place.handle} ({request.regions[place.handle].name}), which has {size}",
+                f"{tensors[place.tensor].name} needs bytes [{place.offset}, {end}) of region "
+                f"{place.handle} ({_describe(request.all_regions[place.handle])}), which has {size}",
             )
     placements = [place for place in placements if plan.slots[place.tensor] is not None]
     if adopt:
@@ -162,16 +317,16 @@ def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> l
 
 def _check_arena(request: FromIpc, plan: Plan, arena: Arena, placements: Sequence[RegionPlacement]) -> None:
     """Refuse to adopt anything but one region in the layout of `arena`."""
-    if len(request.regions) != 1:
+    if len(request.all_regions) != 1:
         raise UpdateRefused(
             Reason.INVALID_UPDATE,
-            f"adopt takes one arena, not {len(request.regions)} regions; allocate {arena.nbytes} bytes in "
-            f"the layout that the engine gives, and make the parameters views of them",
+            f"adopt takes one arena, not {len(request.all_regions)} regions; allocate {arena.nbytes} bytes "
+            f"in the layout that the engine gives, and make the parameters views of them",
         )
-    if request.regions[0].size < arena.nbytes:
+    if request.all_regions[0].size < arena.nbytes:
         raise UpdateRefused(
             Reason.MEMORY_UNAVAILABLE,
-            f"the arena to adopt has {request.regions[0].size} bytes, the model's layout needs "
+            f"the arena to adopt has {request.all_regions[0].size} bytes, the model's layout needs "
             f"{arena.nbytes}",
         )
     for place in placements:

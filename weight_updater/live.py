@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from weight_updater import from_ipc, replies
 from weight_updater.arena import WeightTarget
-from weight_updater.checksum import checksum, fold
+from weight_updater.checksum import checksums as checksums_of
+from weight_updater.checksum import fold
 from weight_updater.commit import make_live
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
@@ -70,11 +71,13 @@ class LiveWeights:
         Raises:
             UpdateRefused: a fault that was undone. WeightsTorn: one that was not.
         """
-        written = tuple(dict.fromkeys(self._canonical(update, index) for index in update.plan.applied))
+        written = tuple(update.plan.written)
         before = {name: self.known[name] for name in written if name in self.known}
         write = self._write(update)
         recapture = update.request.recapture
-        done = make_live(self._target, write, update.expected, before, self._graphs, recapture)
+        # What was received into the arena that is live already was hashed where it lies.
+        expected = {} if update.in_adopted else update.expected
+        done = make_live(self._target, write, expected, before, self._graphs, recapture)
         was_whole, previous_version, previous_path = not self.torn_reason, self.version, self.weights_path
         for name in written:
             self.known.pop(name, None)
@@ -168,7 +171,7 @@ class LiveWeights:
                 raise UpdateRefused(Reason.INVALID_UPDATE, f"the model has no tensor {name!r}")
         if not names:
             return slot_checksums(self._target, arena.slot_names)
-        return {name: checksum(self._target.slot(name)) for name in names}
+        return dict(zip(names, checksums_of([self._target.slot(name) for name in names]), strict=True))
 
     def _publish(self, version: int) -> None:
         """The one place in which the weight version changes."""
@@ -180,9 +183,6 @@ class LiveWeights:
         """`known` in the arena's order; empty if a slot is missing."""
         names = self._target.arena.slot_names
         return {name: self.known[name] for name in names} if len(self.known) == len(names) else {}
-
-    def _canonical(self, update: OpenUpdate, index: int) -> str:
-        return self._target.arena.canonical(update.plan.slot(index).name)
 
     def _write(self, update: OpenUpdate) -> Write:
         """How the update's bytes come into place."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -27,17 +26,14 @@ class Manifests:
         self._known: OrderedDict[str, Manifest] = OrderedDict()  # without checksums
         self._lock = threading.Lock()
 
-    def remember(self, manifest: Manifest) -> str:
-        """Keep a manifest for later updates; returns its digest."""
-        digest = manifest.digest()
-        bare = tuple(dataclasses.replace(tensor, checksum=None) for tensor in manifest.tensors)
+    def remember(self, manifest: Manifest, digest: str) -> None:
+        """Keep a manifest for later updates, which may name it by its digest."""
         with self._lock:
             if digest not in self._known:
-                self._known[digest] = Manifest(bare)
+                self._known[digest] = manifest.with_checksums([None] * len(manifest.tensors))
             self._known.move_to_end(digest)
             while len(self._known) > MAX_MANIFESTS:
                 self._known.popitem(last=False)
-        return digest
 
     def resolve(self, request: BeginUpdate) -> Manifest:
         """The manifest of an update, with the checksums that came for it.
@@ -81,12 +77,13 @@ class Manifests:
                 Reason.INVALID_UPDATE,
                 f"{len(request.checksums)} checksums came for a manifest of {len(manifest.tensors)} tensors",
             )
-        return Manifest(
-            tuple(
-                dataclasses.replace(tensor, checksum=checksum)
-                for tensor, checksum in zip(manifest.tensors, request.checksums, strict=True)
-            )
-        )
+        return manifest.with_checksums(request.checksums)
+
+
+def digest_of(manifest: Manifest, request: BeginUpdate) -> str:
+    """The digest of what `request` resolved to; files may have another order than what it names."""
+    by_digest = request.manifest is None and request.manifest_digest and request.path is not Path.DISK
+    return request.manifest_digest if by_digest else manifest.digest()
 
 
 def check_files(manifest: Manifest, found: Manifest, directory: str) -> None:

@@ -84,7 +84,7 @@ class OpenUpdate:
 
     @property
     def total_bytes(self) -> int:
-        return self.plan.manifest.nbytes
+        return self.plan.total_bytes
 
     @property
     def extra_bytes(self) -> int:
@@ -148,18 +148,20 @@ def check_received(update: OpenUpdate) -> None:
 
 
 def _check_checksums(update: OpenUpdate) -> None:
-    wrong = []
-    for index in update.plan.needed:
-        spec = update.plan.manifest.tensors[index]
-        if spec.checksum is not None and spec.checksum != update.sink.received_checksum(index):
-            wrong.append(index)
+    tensors, needed = update.plan.manifest.tensors, update.plan.needed
+    received = update.sink.received_checksums(needed)
+    wrong = [
+        (tensors[index], value)
+        for index, value in zip(needed, received, strict=True)
+        if tensors[index].checksum is not None and tensors[index].checksum != value
+    ]
     if wrong:
-        spec = update.plan.manifest.tensors[wrong[0]]
+        spec, value = wrong[0]
         more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
         raise UpdateRefused(
             Reason.CHECKSUM_MISMATCH,
-            f"{spec.name} arrived with checksum {update.sink.received_checksum(wrong[0]):016x}, the manifest "
-            f"promised {spec.checksum:016x}{more}; the bytes changed on the way, send them again",
+            f"{spec.name} arrived with checksum {value:016x}, the manifest promised {spec.checksum:016x}"
+            f"{more}; the bytes changed on the way, send them again",
         )
 
 
@@ -169,11 +171,9 @@ def expect(update: OpenUpdate, target: WeightTarget, live: Mapping[str, int]) ->
     With checksums: by comparing them with `live` (slot -> checksum now). With skip_checksums values are
     compared where that is cheap (everything on one CPU, not written yet); else each tensor counts.
     """
-    sink, plan, arena = update.sink, update.plan, target.arena
+    sink, plan = update.sink, update.plan
     if not update.request.skip_checksums:
-        update.expected = {
-            arena.canonical(plan.slot(index).name): sink.slot_checksum(index) for index in plan.applied
-        }
+        update.expected = dict(zip(plan.written, sink.slot_checksums(plan.applied), strict=True))
         update.num_changed = sum(live.get(name) != value for name, value in update.expected.items())
         return
     update.num_changed = len(plan.applied)

@@ -9,13 +9,14 @@ import torch
 
 from weight_updater import agree
 from weight_updater.arena import WeightTarget
-from weight_updater.buckets import plan_buckets
+from weight_updater.buckets import bucket_size
+from weight_updater.device_sink import make_sink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
 from weight_updater.live import LiveWeights
-from weight_updater.manifests import Manifests
+from weight_updater.manifests import Manifests, digest_of
 from weight_updater.open_update import OpenUpdate
-from weight_updater.plan import Plan, plan_update
+from weight_updater.plan import Plan, Planner
 from weight_updater.requests import BeginReply, BeginUpdate, Manifest, Path, Staging
 from weight_updater.sink import Sink
 from weight_updater.staging import StagingBuffers, allocate
@@ -43,6 +44,7 @@ class Opener:
         self._manifests = manifests
         self._graphs = graphs
         self._lease_s = lease_s
+        self._planner = Planner(target)
 
     def open(self, request: BeginUpdate, manifest: Manifest, *, paused: bool) -> OpenUpdate:
         """LOOP. Agree on an update.
@@ -59,9 +61,10 @@ class Opener:
                 f"the weights are torn ({self._live.torn_reason}); only a full update makes them whole",
             )
         staging = Staging.NONE if request.adopt else self._buffers.choose(request.staging)
-        plan = plan_update(self._target, manifest, partial=request.partial, merged=request.merged)
+        digest = digest_of(manifest, request)
+        plan = self._planner.plan(manifest, digest, partial=request.partial, merged=request.merged)
         adopted = self._live.adopted
-        in_adopted = request.adopt and adopted is not None and adopted.segment.owner_alive()
+        in_adopted = request.adopt and adopted is not None and adopted.owner_alive()
         leaves_adopted = adopted is not None and not request.adopt
         if request.adopt:
             agree.check_adoptable(plan)
@@ -78,7 +81,7 @@ class Opener:
             next_version=version,
             sink=self._sink(request, plan, staging, home),
             buffers=self._buffers,
-            reply=self._reply(request, plan, staging, version, lease_s),
+            reply=self._reply(request, plan, digest, staging, version, lease_s),
             lease_s=lease_s,
             deadline=time.monotonic() + lease_s,
             home=home,
@@ -99,7 +102,7 @@ class Opener:
             destination = None  # the trainer's memory is the staging area
         else:
             destination = self._target.buffer if home is None else home
-        return Sink(
+        return make_sink(
             plan,
             self._target.arena,
             destination,
@@ -108,20 +111,27 @@ class Opener:
         )
 
     def _reply(
-        self, request: BeginUpdate, plan: Plan, staging: Staging, version: int, lease_s: float
+        self,
+        request: BeginUpdate,
+        plan: Plan,
+        digest: str,
+        staging: Staging,
+        version: int,
+        lease_s: float,
     ) -> BeginReply:
+        bucket_bytes = bucket_size(request.bucket_bytes)  # refuses impossible sizes on any path
         distributed = request.path is Path.DISTRIBUTED
-        buckets = plan_buckets(plan.manifest, request.bucket_bytes)  # refuses impossible sizes on any path
+        self._manifests.remember(plan.manifest, digest)
         return BeginReply(
             update_id=request.update_id or secrets.token_hex(8),
             version=self._live.version,
             commit_sequence=self._live.commit_sequence,
             next_version=version,
-            manifest_digest=self._manifests.remember(plan.manifest),
+            manifest_digest=digest,
             staging=staging,
-            total_bytes=plan.manifest.nbytes,
-            num_buckets=len(buckets) if distributed else 0,
-            bucket_bytes=buckets.bucket_bytes if distributed else 0,
+            total_bytes=plan.total_bytes,
+            num_buckets=-(-plan.packed_bytes // bucket_bytes) if distributed else 0,
+            bucket_bytes=bucket_bytes if distributed else 0,
             unmatched=plan.unmatched,
             arena_bytes=self._target.arena.nbytes,
             lease_s=lease_s,

@@ -7,10 +7,12 @@ offender with both sides and how many more there are.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from copy import copy
 
 from weight_updater.arena import WeightTarget
+from weight_updater.checksum import is_small
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.names import clean_name, is_adapter_name
 from weight_updater.requests import ITEMSIZE, Manifest, Placement, TensorSpec
@@ -20,34 +22,59 @@ NAMES_SHOWN = 10
 
 MAX_TENSOR_BYTES = 1 << 62
 
+MAX_PLANS = 4
+"""Plans that a `Planner` keeps; the least recently used one goes first."""
 
-@dataclass(frozen=True, slots=True)
+
 class Plan:
-    """Where each tensor of a manifest goes.
+    """Where each tensor of a manifest goes. Nothing in it changes, and all but `manifest` stays the same
+    when only the checksums do (`with_checksums_of`).
 
-    slots: per tensor of the manifest, the slot that it is written to, or None if it is skipped.
-    twins: tensor -> the tensor that writes the same slot (tied names); a twin is compared, not written.
-    unmatched: names that are skipped (buffers, merged adapters, and under `partial` unknown ones).
-    ranges: (offset, size) in bytes of what is written in the arena, few and merged.
-    full: every slot of the model is written.
+    Attributes:
+        slots: per tensor of the manifest, the slot that it is written to, or None if it is skipped.
+        twins: tensor -> the tensor that writes the same slot (tied names); a twin is compared, not written.
+        unmatched: names that are skipped (buffers, merged adapters, and under `partial` unknown ones).
+        ranges: (offset, size) in bytes of what is written in the arena, few and merged.
+        full: every slot of the model is written.
+        needed: indexes of the tensors that must arrive: those written and their twins.
+        applied: indexes of the tensors that are written, in the manifest's order.
+        written: names of the slots that are written, one for each of `applied`, aliases resolved.
+        sizes: bytes of each tensor as it arrives; total_bytes: their sum.
+        packed_offsets, packed_bytes: of the tensors packed in the manifest's order, 256-byte aligned.
+        small: per tensor, whether it is written as it comes and worth hashing together with others.
     """
 
-    manifest: Manifest
-    slots: tuple[Placement | None, ...]
-    twins: dict[int, int]
-    unmatched: tuple[str, ...]
-    ranges: tuple[tuple[int, int], ...]
-    full: bool
+    def __init__(
+        self,
+        manifest: Manifest,
+        slots: Sequence[Placement | None],
+        twins: dict[int, int],
+        unmatched: tuple[str, ...],
+        ranges: tuple[tuple[int, int], ...],
+        full: bool,
+    ) -> None:
+        self.manifest = manifest
+        self.slots = tuple(slots)
+        self.twins = twins
+        self.unmatched = unmatched
+        self.ranges = ranges
+        self.full = full
+        self.needed = [i for i, slot in enumerate(slots) if slot is not None]
+        self.applied = [i for i in self.needed if i not in twins]
+        places = [self.slot(i) for i in self.applied]
+        self.written = [place.alias_of or place.name for place in places]
+        self.sizes = [tensor.nbytes for tensor in manifest.tensors]
+        self.total_bytes = sum(self.sizes)
+        self.packed_offsets, self.packed_bytes = manifest.packed_offsets()
+        self.small = [False] * len(slots)
+        for i in self.applied:
+            self.small[i] = is_small(self.sizes[i]) and self.same_dtype(i)
 
-    @property
-    def applied(self) -> list[int]:
-        """Indexes of the tensors that are written, in the manifest's order."""
-        return [i for i, slot in enumerate(self.slots) if slot is not None and i not in self.twins]
-
-    @property
-    def needed(self) -> list[int]:
-        """Indexes of the tensors that must arrive: those written and their twins."""
-        return [i for i, slot in enumerate(self.slots) if slot is not None]
+    def with_checksums_of(self, manifest: Manifest) -> Plan:
+        """The plan of a manifest that differs in its checksums only."""
+        plan = copy(self)
+        plan.manifest = manifest
+        return plan
 
     def slot(self, index: int) -> Placement:
         """The slot of a tensor that is not skipped."""
@@ -79,14 +106,43 @@ def check_manifest(manifest: Manifest) -> None:
                 Reason.INVALID_UPDATE,
                 f"{tensor.name} has dtype {tensor.dtype!r}; an update brings one of {', '.join(ITEMSIZE)}",
             )
-        if any(size < 0 for size in tensor.shape) or tensor.nbytes > MAX_TENSOR_BYTES:
+        if min(tensor.shape, default=0) < 0 or tensor.nbytes > MAX_TENSOR_BYTES:
             raise UpdateRefused(
                 Reason.INVALID_UPDATE, f"{tensor.name} has an impossible shape {list(tensor.shape)}"
             )
+    _check_checksums(manifest)
+
+
+def _check_checksums(manifest: Manifest) -> None:
+    for tensor in manifest.tensors:
         if tensor.checksum is not None and not 0 <= tensor.checksum < 1 << 64:
             raise UpdateRefused(
                 Reason.INVALID_UPDATE, f"the checksum of {tensor.name} is not a 64-bit number"
             )
+
+
+class Planner:
+    """Plans the updates of one target. A manifest seen before is planned anew in its checksums only."""
+
+    def __init__(self, target: WeightTarget) -> None:
+        self._target = target
+        self._known: OrderedDict[tuple[str, bool, bool], Plan] = OrderedDict()
+
+    def plan(self, manifest: Manifest, digest: str, *, partial: bool, merged: bool) -> Plan:
+        """As `plan_update`; `digest` is the manifest's."""
+        key = (digest, partial, merged)
+        known = self._known.get(key)
+        if known is None:
+            plan = plan_update(self._target, manifest, partial=partial, merged=merged)
+        else:
+            _check_checksums(manifest)
+            _check_twins(known.twins, manifest.tensors)
+            plan = known.with_checksums_of(manifest)
+        self._known[key] = plan
+        self._known.move_to_end(key)
+        if len(self._known) > MAX_PLANS:
+            self._known.popitem(last=False)
+        return plan
 
 
 def plan_update(target: WeightTarget, manifest: Manifest, *, partial: bool, merged: bool) -> Plan:
@@ -126,7 +182,8 @@ def plan_update(target: WeightTarget, manifest: Manifest, *, partial: bool, merg
             f"{_some(own_names, 2)}; export Hugging Face names, or say partial=true to skip them",
         )
     _check_shapes(manifest.tensors, slots)
-    twins = _find_twins(target, manifest.tensors, slots)
+    twins = _find_twins(target, slots)
+    _check_twins(twins, manifest.tensors)
     written = {arena.canonical(place.name) for place in slots if place is not None}
     missing = [name for name in own_names if name not in written]
     if missing and not partial:
@@ -136,7 +193,7 @@ def plan_update(target: WeightTarget, manifest: Manifest, *, partial: bool, merg
             f"send them too, or say partial=true to leave them as they are",
         )
     ranges = merged_ranges(target, written) if missing else ((0, arena.nbytes),)
-    return Plan(manifest, tuple(slots), twins, tuple(unmatched), ranges, full=not missing)
+    return Plan(manifest, slots, twins, tuple(unmatched), ranges, full=not missing)
 
 
 def _clean_names(manifest: Manifest, merged: bool) -> list[str | None]:
@@ -179,9 +236,7 @@ def _check_shapes(tensors: Sequence[TensorSpec], slots: Sequence[Placement | Non
         )
 
 
-def _find_twins(
-    target: WeightTarget, tensors: Sequence[TensorSpec], slots: Sequence[Placement | None]
-) -> dict[int, int]:
+def _find_twins(target: WeightTarget, slots: Sequence[Placement | None]) -> dict[int, int]:
     """Tensors whose slot another one writes. The slot's own name writes; if absent, its first alias."""
     canonical = target.arena.canonical
     writers: dict[str, int] = {}
@@ -192,16 +247,19 @@ def _find_twins(
             writers.setdefault(canonical(place.name), index)
         else:
             writers[place.name] = index
-    twins = {
+    return {
         index: writers[canonical(place.name)]
         for index, place in enumerate(slots)
         if place is not None and writers[canonical(place.name)] != index
     }
+
+
+def _check_twins(twins: dict[int, int], tensors: Sequence[TensorSpec]) -> None:
+    """Refuse tied names whose checksums say that they bring different values."""
     for twin, writer in twins.items():
         a, b = tensors[twin], tensors[writer]
         if a.dtype == b.dtype and None not in (a.checksum, b.checksum) and a.checksum != b.checksum:
             raise UpdateRefused(Reason.MANIFEST_MISMATCH, conflict(a, b, a.checksum or 0, b.checksum or 0))
-    return twins
 
 
 def conflict(a: TensorSpec, b: TensorSpec, a_checksum: int, b_checksum: int) -> str:

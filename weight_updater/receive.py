@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from weight_updater import from_disk, from_distributed, from_ipc, from_tensor
 from weight_updater.arena import WeightTarget
@@ -12,6 +12,7 @@ from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.groups import GroupRegistry
 from weight_updater.manifests import Manifests, check_files
 from weight_updater.open_update import OpenUpdate, Request
+from weight_updater.pinned import PinnedSegments
 from weight_updater.requests import FromDisk, FromDistributed, FromIpc, FromTensor, Path
 
 PATH_OF: dict[type[Request], Path] = {
@@ -20,6 +21,10 @@ PATH_OF: dict[type[Request], Path] = {
     FromTensor: Path.TENSOR,
     FromIpc: Path.IPC,
 }
+
+
+LOOK_S = 1.0
+"""How often to look whether trainers removed segments that are kept."""
 
 
 class Receive:
@@ -43,6 +48,7 @@ class Receive:
         start = time.perf_counter()
         try:
             self._work()
+            self.update.sink.catch_up()
         except UpdateError:
             raise
         except Exception as error:
@@ -61,10 +67,13 @@ class Receivers:
     mappings: of trainers' memory. groups: process groups of the distributed path.
     """
 
-    def __init__(self, target: WeightTarget, manifests: Manifests) -> None:
-        self.mappings = from_ipc.Mappings()
-        self.groups = GroupRegistry()
+    def __init__(self, target: WeightTarget, manifests: Manifests, mappings: from_ipc.Mappings) -> None:
+        self.mappings = mappings
+        self.groups = GroupRegistry(target.device)
         self._target = target
+        on_gpu = target.device.type == "cuda"
+        self._segments = PinnedSegments(target.device) if on_gpu else None
+        self._next_look = 0.0
         self._manifests = manifests
 
     def work(
@@ -85,14 +94,32 @@ class Receivers:
         if isinstance(request, FromDistributed):
             return lambda: self._distributed(update, request)
         if isinstance(request, FromTensor):
-            return lambda: from_tensor.receive(request, update.sink, chunks)
-        self.mappings.pinned.update(region.allocation_id for region in request.regions)
-        return lambda: self._ipc(update, request)
+            return lambda: from_tensor.receive(request, update.sink, chunks, self._segments)
+        lent = self.mappings.recall(request)
+        self.mappings.pinned.update(region.allocation_id for region in lent.all_regions)
+        return lambda: self._ipc(update, lent)
+
+    def release(self, allocation_ids: Sequence[str]) -> int:
+        """Unmap trainers' memory; returns how many mappings went.
+
+        Raises:
+            UpdateRefused (WRONG_STATE): one is in use.
+        """
+        kept = self._segments.release(allocation_ids) if self._segments is not None else 0
+        return kept + self.mappings.release(allocation_ids)
+
+    def tick(self, now: float) -> None:
+        """LOOP. Let go, once a second, of memory whose trainer was done with it without a word."""
+        if self._segments is not None and now >= self._next_look:
+            self._next_look = now + LOOK_S
+            self._segments.drop_unlinked()
 
     def close(self) -> None:
         """Leave all groups, give back all mappings."""
         self.groups.close()
         self.mappings.close()
+        if self._segments is not None:
+            self._segments.close()
 
     def _disk(self, update: OpenUpdate, request: FromDisk) -> None:
         named = request.directory or update.request.directory
@@ -107,7 +134,6 @@ class Receivers:
             found,
             update.sink,
             needed=update.plan.needed,
-            pin=self._target.device.type == "cuda",
         )
 
     def _distributed(self, update: OpenUpdate, request: FromDistributed) -> None:
@@ -124,11 +150,12 @@ class Receivers:
         arena = self._target.arena
         from_ipc.receive(request, update.sink, self.mappings, arena, adopt=update.adopt)
         if update.adopt:
-            adoption = self.mappings.open(request.regions[0])
-            if not adoption.segment.owner_alive():
+            adoption = self.mappings.open(request.all_regions[0])
+            if not adoption.owner_alive():
                 raise UpdateRefused(
                     Reason.MEMORY_UNAVAILABLE,
-                    f"nobody holds the owner's lock on segment {request.regions[0].name}; make it with "
-                    f"owner_lock, so that its owner's death is noticed, and keep it open",
+                    f"nobody holds the owner's lock on allocation {adoption.allocation_id}; make its segment "
+                    f"(on a GPU: the one named as owner) with owner_lock, so that its owner's death is "
+                    f"noticed, and keep it open",
                 )
             update.adoption = adoption

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -112,6 +113,17 @@ class Manifest:
             end += align(tensor.nbytes)
         return offsets, end
 
+    def with_checksums(self, checksums: Sequence[int | None]) -> Manifest:
+        """The same tensors with other checksums, one for each."""
+        return Manifest(
+            tuple(
+                [
+                    TensorSpec(tensor.name, tensor.dtype, tensor.shape, checksum)
+                    for tensor, checksum in zip(self.tensors, checksums, strict=True)
+                ]
+            )
+        )
+
     def digest(self) -> str:
         """A name for this manifest: 32 hex digits over names, dtypes and shapes; not over checksums."""
         hasher = hashlib.blake2b(digest_size=16)
@@ -178,13 +190,21 @@ class ShmSegment:
 
 @dataclass(frozen=True, slots=True)
 class CudaIpcRegion:
-    """Memory of another process on a GPU, as typed fields."""
+    """Memory of another process on a GPU, as typed fields.
+
+    offset, size: of the region in its allocation, in bytes. The checksum of the region's first
+    `probe_bytes`, if one is given, is compared when the allocation is first mapped.
+    owner: a segment that the trainer holds an owner's lock on as long as it lives (`adopt` needs it).
+    """
 
     allocation_id: str
     device_uuid: str
     handle: bytes
     offset: int
     size: int
+    probe_bytes: int = 0
+    probe_checksum: int | None = None
+    owner: ShmSegment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +243,37 @@ class FromTensor:
 
 @dataclass(frozen=True, slots=True)
 class FromIpc:
-    """Copy from memory that a trainer lends until the reply. No placements: one region, packed in order."""
+    """Copy from memory that a trainer lends until the reply. No placements: one region, packed in order.
+
+    lent: digest of the regions and placements of an earlier call, which need not be sent again.
+    scanned: the trainer has hashed the bytes where they lie, after its last write, and found all values
+        finite. With staging none the engine then reads them for the first time when it copies them, and a
+        difference from the manifest's checksums tears the weights instead of refusing the update.
+    """
 
     update_id: str
     regions: tuple[ShmSegment, ...] = ()
     cuda_regions: tuple[CudaIpcRegion, ...] = ()
     placements: tuple[RegionPlacement, ...] = ()
+    lent: str = ""
+    scanned: bool = False
+
+    @property
+    def all_regions(self) -> tuple[ShmSegment, ...] | tuple[CudaIpcRegion, ...]:
+        """The regions, which are all of one kind, as placements count them."""
+        return self.regions or self.cuda_regions
+
+    def digest(self) -> str:
+        """A name for regions and placements: 32 hex digits; probes leave it as it is."""
+        hasher = hashlib.blake2b(digest_size=16)
+        for shm in self.regions:
+            hasher.update(f"{shm.allocation_id}\0{shm.name}\0{shm.size}\n".encode())
+        for gpu in self.cuda_regions:
+            where = f"{gpu.allocation_id}\0{gpu.device_uuid}\0{gpu.handle.hex()}\0{gpu.offset}\0{gpu.size}"
+            hasher.update(f"{where}\0{gpu.owner}\n".encode())
+        for place in self.placements:
+            hasher.update(f"{place.tensor}\0{place.handle}\0{place.offset}\n".encode())
+        return hasher.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,3 +350,11 @@ class Layout:
 
     placements: tuple[Placement, ...]
     arena_bytes: int
+
+    def digest(self) -> str:
+        """A name for this layout: 32 hex digits over all of it, whatever the order of the placements."""
+        hasher = hashlib.blake2b(f"{self.arena_bytes}\n".encode(), digest_size=16)
+        for place in sorted(self.placements, key=lambda place: place.name):
+            what = f"{place.name}\0{place.dtype}\0{tuple(place.shape)}"
+            hasher.update(f"{what}\0{place.offset}\0{place.alias_of}\n".encode())
+        return hasher.hexdigest()

@@ -10,43 +10,20 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from weight_updater.arena import TORCH_DTYPES, Arena
+from weight_updater.arrival import Arrival, bad_chunk, overlap
 from weight_updater.cast import as_dtype, cast_into, cast_pieces
-from weight_updater.checksum import PartialChecksum, checksum, finish, has_nonfinite, scan
+from weight_updater.checksum import PartialChecksum, Scan, checksum, finish, has_nonfinite, scan
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.plan import Plan
 from weight_updater.requests import ITEMSIZE, TensorSpec
-from weight_updater.slot_scan import is_small, scan_slots
+from weight_updater.slot_scan import scan_rows
 
 _MASK = (1 << 64) - 1
-
-
-class Arrival:
-    """What has come of one tensor. spans: sorted, disjoint, merged [start, end) in bytes."""
-
-    __slots__ = ("nonfinite", "spans", "total")
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[int, int]] = []
-        self.total = 0  # sum of the chunks' mixed words
-        self.nonfinite = False
-
-    def claim(self, start: int, end: int) -> tuple[int, int] | None:
-        """Add [start, end); returns the span that it overlaps, if any, and then adds nothing."""
-        at = bisect_left(self.spans, (start, start))
-        for span in self.spans[max(0, at - 1) : at + 1]:
-            if start < span[1] and span[0] < end:
-                return span
-        if at < len(self.spans) and self.spans[at][0] == end:
-            end = self.spans.pop(at)[1]
-        if at and self.spans[at - 1][1] == start:
-            at -= 1
-            start = self.spans.pop(at)[0]
-        self.spans.insert(at, (start, end))
-        return None
 
 
 class Sink:
@@ -73,12 +50,19 @@ class Sink:
         self.destination = destination
         self.received_bytes = 0
         self.borrowed: dict[int, torch.Tensor] = {}  # tensor -> its bytes in the trainer's memory
+        self.promised: set[int] = set()  # of these, those that the trainer has hashed and nobody else yet
         self.extra_bytes = 0
         self._arena = arena
         self._hashing = hashing
         self._find_nonfinite = find_nonfinite
         self._arrivals = [Arrival() for _ in plan.slots]
-        self._unscanned: set[int] = set()  # small whole tensors, scanned together when somebody asks
+        on_cpu = destination is None or destination.device.type == "cpu"
+        self._small = plan.small if on_cpu else [False] * len(plan.small)
+        # Small whole tensors are scanned together, when somebody asks: one by one they would cost more than
+        # their bytes. Of those that are borrowed: (trainer's memory, tensors, their places in it).
+        self._unscanned: set[int] = set()
+        self._unscanned_borrowed: list[tuple[torch.Tensor, list[int], list[int]]] = []
+        self._scanning = threading.Lock()
         self._twin_scratch: dict[int, torch.Tensor] = {}
         self._changed = threading.Condition()
         self._num_writing = 0
@@ -107,6 +91,99 @@ class Sink:
                 self._num_writing -= 1
                 self._changed.notify_all()
 
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None:
+        """Take whole tensors of the manifest: `indexes[k]` starts at byte `positions[k]` of `data`.
+
+        The same as a `write` for each, at the cost of their bytes where they are many and small.
+        """
+        sizes = self.plan.sizes
+        small: list[int] = []
+        places: list[int] = []
+        for index, position in zip(indexes, positions, strict=True):
+            if self._small[index]:
+                small.append(index)
+                places.append(position)
+            else:
+                self.write(index, 0, data[position : position + sizes[index]])
+        if small:
+            self._write_small(small, places, data)
+
+    def write_packed(self, position: int, data: torch.Tensor) -> None:
+        """Take bytes [position, position + len(data)) of all tensors packed in the manifest's order, each at
+        a multiple of 256 bytes; what lies between tensors is ignored.
+
+        Args:
+            position: a multiple of 8.
+            data: as for `write`.
+
+        Raises:
+            UpdateRefused: BAD_CHUNK; or whatever ended the update in the meantime.
+        """
+        offsets, sizes = self.plan.packed_offsets, self.plan.sizes
+        end = position + data.numel()
+        if position % 8 or not 0 <= position <= end <= self.plan.packed_bytes:
+            raise UpdateRefused(
+                Reason.BAD_CHUNK,
+                f"a packed chunk has bytes [{position}, {end}); it must start at a multiple of 8 and lie in "
+                f"the {self.plan.packed_bytes} bytes of all tensors",
+            )
+        whole = range(bisect_left(offsets, position), bisect_left(offsets, end))
+        before = whole.start - 1
+        if before >= 0 and position < offsets[before] + sizes[before]:
+            last = min(end, offsets[before] + sizes[before])
+            self.write(before, position - offsets[before], data[: last - position])
+        if whole and offsets[whole[-1]] + sizes[whole[-1]] > end:
+            cut = whole[-1]
+            whole = whole[:-1]
+            self.write(cut, 0, data[offsets[cut] - position :])
+        self.write_whole(whole, [offsets[index] - position for index in whole], data)
+
+    def claim_whole(self, lent: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Account for whole tensors that somebody else puts into their places; then call `settle_whole`.
+
+        Args:
+            lent: tensors of the manifest that have a slot, and their bytes as for `write`.
+
+        Raises:
+            UpdateRefused: BAD_CHUNK; or whatever ended the update in the meantime. None is accounted for.
+        """
+        claimed = 0
+        try:
+            for index, data in lent:
+                self._begin_write(index, 0, data)
+                claimed += 1
+        except UpdateRefused:
+            with self._changed:
+                self._num_writing -= claimed
+                self._changed.notify_all()
+            raise
+
+    def settle_whole(self, indexes: Sequence[int], found: Sequence[Scan]) -> None:
+        """The tensors of a `claim_whole` are in place. found: what a scan saw in the first so many of them;
+        fewer than `indexes`, or none, where nothing was looked for or it failed.
+        """
+        with self._changed:
+            for index, scanned in zip(indexes, found, strict=False):
+                arrival = self._arrivals[index]
+                arrival.total, arrival.nonfinite = scanned.total, scanned.nonfinite
+            self._num_writing -= len(indexes)
+            self._changed.notify_all()
+
+    def is_hashed(self, index: int) -> bool:
+        """Whether the checksum of what arrives of a tensor will be asked for."""
+        return self._hashing or index in self.plan.twins or index in self.plan.twins.values()
+
+    @property
+    def finds_nonfinite(self) -> bool:
+        return self._find_nonfinite
+
+    def flush(self) -> None:
+        """Until all that was written lies in its place, and what it came from may change."""
+
+    def catch_up(self) -> None:
+        """Do now what was put off when small tensors arrived, so that whoever asks later need not wait."""
+        self._scan_small()
+
     def end(self, error: UpdateError) -> None:
         """Let no further byte in: later writes raise `error`. Returns when running writes have finished,
         so that the destination is free; each is one chunk long.
@@ -119,7 +196,7 @@ class Sink:
         """(tensor, bytes that arrived) of every tensor that must arrive and has not, whole."""
         found = []
         for index in self.plan.needed:
-            nbytes, spans = self.plan.manifest.tensors[index].nbytes, self._arrivals[index].spans
+            nbytes, spans = self.plan.sizes[index], self._arrivals[index].spans
             if spans != [(0, nbytes)] and nbytes:
                 found.append((index, sum(end - start for start, end in spans)))
         return found
@@ -127,7 +204,13 @@ class Sink:
     def received_checksum(self, index: int) -> int:
         """The checksum of what arrived of a whole tensor; needs `hashing`, or a twin or its writer."""
         self._scan_small()
-        return finish(self._arrivals[index].total, self.plan.manifest.tensors[index].nbytes)
+        return finish(self._arrivals[index].total, self.plan.sizes[index])
+
+    def received_checksums(self, indexes: Iterable[int]) -> list[int]:
+        """`received_checksum` of many tensors."""
+        self._scan_small()
+        arrivals, sizes = self._arrivals, self.plan.sizes
+        return [finish(arrivals[index].total, sizes[index]) for index in indexes]
 
     def is_nonfinite(self, index: int) -> bool:
         """Whether a value of the tensor was not finite in the slot's dtype."""
@@ -147,7 +230,7 @@ class Sink:
 
     def slot_checksum(self, index: int) -> int:
         """The checksum that the slot has once the tensor is in it: after any cast."""
-        if self._is_hashed(index) and self.plan.same_dtype(index):
+        if self.is_hashed(index) and self.plan.same_dtype(index):
             return self.received_checksum(index)
         stored = self.slot_bytes(index)
         if stored is not None:
@@ -161,6 +244,10 @@ class Sink:
             partial.add(start * piece.element_size(), piece.view(torch.uint8))
         return partial.value(spec.numel * ITEMSIZE[place.dtype])
 
+    def slot_checksums(self, indexes: Iterable[int]) -> list[int]:
+        """`slot_checksum` of many tensors."""
+        return [self.slot_checksum(index) for index in indexes]
+
     def _begin_write(self, index: int, offset: int, data: torch.Tensor) -> Arrival:
         if not 0 <= index < len(self._arrivals):
             raise UpdateRefused(
@@ -171,22 +258,19 @@ class Sink:
         assert data.dtype == torch.uint8, "a sink takes bytes"
         assert data.dim() == 1, "a sink takes bytes in one dimension"
         end = offset + data.numel()
-        self._check_chunk(spec, offset, end)
+        self._check_chunk(spec, self.plan.sizes[index], offset, end)
         arrival = self._arrivals[index]
         with self._changed:
             if self._ended_by is not None:
                 raise self._ended_by
-            overlap = arrival.claim(offset, end) if data.numel() else None
-            if overlap is not None:
-                raise bad_chunk(
-                    spec, offset, end, f"overlaps [{overlap[0]}, {overlap[1]}), which arrived already"
-                )
+            taken = arrival.claim(offset, end) if data.numel() else None
+            if taken is not None:
+                raise bad_chunk(spec, offset, end, overlap(taken))
             self.received_bytes += data.numel()
             self._num_writing += 1
         return arrival
 
-    def _check_chunk(self, spec: TensorSpec, offset: int, end: int) -> None:
-        nbytes = spec.nbytes
+    def _check_chunk(self, spec: TensorSpec, nbytes: int, offset: int, end: int) -> None:
         if offset < 0 or end > nbytes:
             raise bad_chunk(spec, offset, end, f"lies outside of the tensor's {nbytes} bytes")
         if offset % 8 or (end % 8 and end != nbytes):
@@ -194,9 +278,6 @@ class Sink:
             raise bad_chunk(spec, offset, end, text)
         if self.destination is None and end - offset != nbytes:
             raise bad_chunk(spec, offset, end, "is a part; this path brings whole tensors")
-
-    def _is_hashed(self, index: int) -> bool:
-        return self._hashing or index in self.plan.twins or index in self.plan.twins.values()
 
     def _store(self, index: int, offset: int, data: torch.Tensor) -> tuple[int, bool]:
         """Write a chunk into its place; returns (sum of its mixed words, a value is not finite)."""
@@ -213,28 +294,79 @@ class Sink:
         if self.plan.same_dtype(index):
             written = region[start + offset : start + offset + data.numel()]
             written.copy_(data)
-            if data.numel() == spec.nbytes and is_small(place) and written.device.type == "cpu":
-                self._unscanned.add(index)
+            if self._small[index] and data.numel() == self.plan.sizes[index]:
+                with self._changed:
+                    self._unscanned.add(index)
                 return 0, False
             return self._inspect(index, offset, written, dtype)
         first, count = offset // source_itemsize, data.numel() // source_itemsize
         written = region[start + first * itemsize : start + (first + count) * itemsize]
         cast_into(written.view(dtype), as_dtype(data, TORCH_DTYPES[spec.dtype]))
-        total = scan(data, offset).total if self._is_hashed(index) else 0
+        total = scan(data, offset).total if self.is_hashed(index) else 0
         return total, self._find_nonfinite and has_nonfinite(written.view(dtype))
 
-    def _scan_small(self) -> None:
-        """Catch up on small tensors that arrived whole: one by one they would cost more than their bytes."""
-        if not self._unscanned:
-            return
+    def _write_small(self, indexes: list[int], positions: list[int], data: torch.Tensor) -> None:
+        """Take small whole tensors that lie at `positions` of `data`, all of which `self._small` allows."""
+        sizes, slots, arrivals = self.plan.sizes, self.plan.slots, self._arrivals
         with self._changed:
-            indexes, self._unscanned = self._unscanned, set()
-        assert self.destination is not None
-        by_offset = {self.plan.slot(index).offset: index for index in indexes}
-        places = [self.plan.slot(by_offset[offset]) for offset in sorted(by_offset)]
-        for place, found in scan_slots(self.destination, places, find_nonfinite=self._find_nonfinite):
-            arrival = self._arrivals[by_offset[place.offset]]
-            arrival.total, arrival.nonfinite = found.total, found.nonfinite
+            if self._ended_by is not None:
+                raise self._ended_by
+            for index in indexes:
+                arrival, nbytes = arrivals[index], sizes[index]
+                if arrival.spans:
+                    spec = self.plan.manifest.tensors[index]
+                    raise bad_chunk(spec, 0, nbytes, overlap(arrival.spans[0]))
+                arrival.spans.append((0, nbytes))
+                self.received_bytes += nbytes
+            self._num_writing += 1
+        try:
+            if self.destination is None:
+                for index, position in zip(indexes, positions, strict=True):
+                    self.borrowed[index] = data[position : position + sizes[index]]
+            else:
+                source, stored = data.numpy(), self.destination.numpy()
+                for index, position in zip(indexes, positions, strict=True):
+                    start, nbytes = slots[index].offset, sizes[index]  # type: ignore[union-attr]
+                    stored[start : start + nbytes] = source[position : position + nbytes]
+        finally:
+            with self._changed:
+                if self.destination is None:
+                    self._unscanned_borrowed.append((data, indexes, positions))
+                else:
+                    self._unscanned.update(indexes)
+                self._num_writing -= 1
+                self._changed.notify_all()
+
+    def _scan_small(self) -> None:
+        """Catch up on small tensors that arrived whole."""
+        if not self._unscanned and not self._unscanned_borrowed:
+            return
+        with self._scanning:  # whoever asks meanwhile waits for the sums
+            with self._changed:
+                stored, borrowed = list(self._unscanned), list(self._unscanned_borrowed)
+            if stored:
+                assert self.destination is not None
+                places = sorted((self.plan.slot(index).offset, index) for index in stored)
+                self._scan_in(self.destination, [i for _, i in places], [offset for offset, _ in places])
+            for data, indexes, positions in borrowed:
+                self._scan_in(data, indexes, positions)
+            with self._changed:
+                self._unscanned.difference_update(stored)
+                del self._unscanned_borrowed[: len(borrowed)]
+
+    def _scan_in(self, buffer: torch.Tensor, indexes: list[int], offsets: list[int]) -> None:
+        """Scan small tensors that lie at `offsets` of `buffer`, those of one size and dtype together."""
+        alike: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
+        for index, offset in zip(indexes, offsets, strict=True):
+            key = (self.plan.sizes[index], self.plan.slot(index).dtype)
+            members, starts = alike.setdefault(key, ([], []))
+            members.append(index)
+            starts.append(offset)
+        for (nbytes, name), (members, starts) in alike.items():
+            dtype = TORCH_DTYPES[name] if self._find_nonfinite else None
+            for index, found in zip(members, scan_rows(buffer, starts, nbytes, dtype), strict=True):
+                self._arrivals[index].total = found.total
+                self._arrivals[index].nonfinite = found.nonfinite
 
     def _borrow(self, index: int, offset: int, data: torch.Tensor) -> tuple[int, bool]:
         """Remember a whole tensor of the trainer's and read it once."""
@@ -246,10 +378,10 @@ class Sink:
             has_nonfinite(piece)
             for _, piece in cast_pieces(as_dtype(data, TORCH_DTYPES[spec.dtype]), TORCH_DTYPES[place.dtype])
         )
-        return scan(data).total if self._is_hashed(index) else 0, nonfinite
+        return scan(data).total if self.is_hashed(index) else 0, nonfinite
 
     def _inspect(self, index: int, offset: int, data: torch.Tensor, dtype: torch.dtype) -> tuple[int, bool]:
-        if self._is_hashed(index):
+        if self.is_hashed(index):
             found = scan(data, offset, dtype if self._find_nonfinite else None)
             return found.total, found.nonfinite
         return 0, self._find_nonfinite and has_nonfinite(as_dtype(data, dtype))
@@ -264,8 +396,3 @@ class Sink:
                 self._twin_scratch[index] = self.destination.new_empty(nbytes)
                 self.extra_bytes += nbytes
             return self._twin_scratch[index]
-
-
-def bad_chunk(spec: TensorSpec, offset: int, end: int, what: str) -> UpdateRefused:
-    """The refusal of bytes [offset, end) of a tensor."""
-    return UpdateRefused(Reason.BAD_CHUNK, f"a chunk of {spec.name} with bytes [{offset}, {end}) {what}")

@@ -1,97 +1,72 @@
-"""Checksums of many small slots at the cost of their bytes: neighbours of equal size are hashed as rows.
+"""Checksums of many small slots at the cost of their bytes: those of equal size are hashed as rows.
 
 A model of experts has tens of thousands of slots; hashing each by itself would cost more than their bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from weight_updater.arena import TORCH_DTYPES, WeightTarget
-from weight_updater.checksum import _EXPONENTS, _MULTIPLIER, _POSITION, Scan, checksums, finish
-from weight_updater.plan import slot_nbytes
-from weight_updater.requests import Placement
-
-SMALL_BYTES = 16 << 10
-"""Slots up to this size are worth hashing together."""
-
-_BLOCK_BYTES = 128 << 10  # rows that are hashed at once; with their scratch they stay in a core's cache
-
-
-def is_small(place: Placement) -> bool:
-    """Whether a slot can be hashed as a row: small, and of whole words."""
-    nbytes = slot_nbytes(place)
-    return 0 < nbytes <= SMALL_BYTES and nbytes % 8 == 0
+from weight_updater.arena import WeightTarget
+from weight_updater.checksum import (
+    BLOCK_BYTES,
+    Scan,
+    checksums,
+    finish,
+    is_small,
+    row_totals,
+    rows_nonfinite,
+)
 
 
-def scan_slots(
-    buffer: torch.Tensor, places: Sequence[Placement], *, find_nonfinite: bool = False
-) -> Iterator[tuple[Placement, Scan]]:
-    """Scan small slots of a CPU buffer in the arena's layout.
+def scan_rows(
+    buffer: torch.Tensor, offsets: Sequence[int], nbytes: int, dtype: torch.dtype | None = None
+) -> list[Scan]:
+    """Scan small tensors of one size that lie in one CPU buffer.
 
     Args:
-        places: as `is_small` allows, in the arena's order; fastest where they are neighbours of one size.
+        buffer: [n] uint8. offsets: in bytes, of the tensors; fastest where they are neighbours.
+        nbytes: of each tensor, as `checksum.is_small` allows.
+        dtype: floating dtype of the values for the non-finite test; None leaves it out.
     """
     data = buffer.numpy()
-    for run in _runs(places):
-        nbytes = slot_nbytes(run[0])
-        step = max(1, _BLOCK_BYTES // nbytes)
-        for first in range(0, len(run), step):
-            part = run[first : first + step]
-            start = part[0].offset
-            rows = data[start : start + nbytes * len(part)].reshape(len(part), nbytes)
-            totals = _totals(rows.view(np.uint64))
-            dtype = TORCH_DTYPES[part[0].dtype]
-            bad = _nonfinite(rows, dtype) if find_nonfinite else [False] * len(part)
-            for place, total, nonfinite in zip(part, totals, bad, strict=True):
-                yield place, Scan(total, nonfinite)
+    step = max(1, BLOCK_BYTES // nbytes)
+    found: list[Scan] = []
+    for first in range(0, len(offsets), step):
+        rows = _rows(data, offsets[first : first + step], nbytes)
+        totals = row_totals(rows.view(np.uint64))
+        bad = [False] * len(totals) if dtype is None else rows_nonfinite(rows, dtype)
+        found += map(Scan, totals, bad)
+    return found
 
 
 def slot_checksums(target: WeightTarget, names: Sequence[str]) -> dict[str, int]:
-    """Slot -> checksum of what lies in it now, in the order of `names` (which is the arena's)."""
-    places = [target.arena.placements[name] for name in names]
-    small = [place for place in places if is_small(place)] if target.device.type == "cpu" else []
-    together = {
-        place.name: finish(found.total, slot_nbytes(place))
-        for place, found in scan_slots(target.buffer, small)
-    }
-    others = [name for name in names if name not in together]
-    single = dict(zip(others, checksums([target.slot(name) for name in others]), strict=True))
-    return {name: together[name] if name in together else single[name] for name in names}
+    """Slot -> checksum of what lies in it now, in the order of `names`."""
+    arena = target.arena
+    values: dict[str, int] = dict.fromkeys(names, 0)
+    alike: dict[int, list[str]] = {}
+    others = []
+    for name in names:
+        nbytes = arena.sizes[name]
+        if is_small(nbytes) and target.device.type == "cpu":
+            alike.setdefault(nbytes, []).append(name)
+        else:
+            others.append(name)
+    for nbytes, members in alike.items():
+        found = scan_rows(target.buffer, [arena.placements[name].offset for name in members], nbytes)
+        values.update((name, finish(scan.total, nbytes)) for name, scan in zip(members, found, strict=True))
+    values.update(zip(others, checksums([target.slot(name) for name in others]), strict=True))
+    return values
 
 
-def _runs(places: Sequence[Placement]) -> Iterator[list[Placement]]:
-    """Cut into runs of slots of equal size and dtype that lie one right behind the other."""
-    run: list[Placement] = []
-    for place in places:
-        if run:
-            last, nbytes = run[-1], slot_nbytes(run[-1])
-            follows = place.offset == last.offset + nbytes
-            if not (follows and place.dtype == last.dtype and slot_nbytes(place) == nbytes):
-                yield run
-                run = []
-        run.append(place)
-    if run:
-        yield run
-
-
-def _totals(rows: npt.NDArray[np.uint64]) -> list[int]:
-    """The sum of mixed words of each row ([rows, words]); see checksum.py for the mix."""
-    steps = np.arange(1, rows.shape[1] + 1, dtype=np.uint64) * np.uint64(_POSITION)
-    x = rows ^ steps
-    x ^= x >> np.uint64(32)
-    x *= np.uint64(_MULTIPLIER)
-    x ^= x >> np.uint64(32)
-    totals: list[int] = x.sum(axis=1, dtype=np.uint64).tolist()
-    return totals
-
-
-def _nonfinite(rows: npt.NDArray[np.uint8], dtype: torch.dtype) -> list[bool]:
-    unsigned, magnitude, infinity = _EXPONENTS[dtype]
-    largest = (rows.view(unsigned) & unsigned(magnitude)).max(axis=1)
-    found: list[bool] = (largest >= infinity).tolist()
-    return found
+def _rows(data: npt.NDArray[np.uint8], offsets: Sequence[int], nbytes: int) -> npt.NDArray[np.uint8]:
+    """Tensors of one size as [tensors, nbytes]: in place if they are neighbours, else copied."""
+    start, shape = offsets[0], (len(offsets), nbytes)
+    end = start + nbytes * len(offsets)
+    if list(offsets) == list(range(start, end, nbytes)):
+        return data[start:end].reshape(shape)
+    return np.concatenate([data[offset : offset + nbytes] for offset in offsets]).reshape(shape)

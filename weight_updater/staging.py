@@ -12,15 +12,22 @@ from typing import Protocol
 
 import torch
 
+from weight_updater import virtual_memory
 from weight_updater.arena import TORCH_DTYPES, WeightTarget, aligned_zeros
 from weight_updater.cast import as_dtype, cast_into
-from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.checksum import finish
+from weight_updater.device_scan import copy_many, is_fast, warm
+from weight_updater.errors import Reason, UpdateRefused, WeightsTorn
+from weight_updater.pinned import pinned_zeros
 from weight_updater.plan import slot_nbytes
 from weight_updater.requests import Staging
 from weight_updater.sink import Sink
 
 SCRATCH_BYTES = 16 << 20
 """What an exchange of two buffers may take beside them."""
+
+FEW_COPIES = 4
+"""Up to so many copies are queued one by one; more are faster in one launch, where there is a kernel."""
 
 Ranges = Sequence[tuple[int, int]]
 
@@ -47,6 +54,7 @@ class StagingBuffers:
         self._target = target
         self._lock = threading.Lock()  # `host` may be asked for by any thread, ahead of an update
         self._device = target.arena.allocate(target.device) if device_staging else None
+        warm(target.device)
         self._host: torch.Tensor | None = None
         self._scratch: torch.Tensor | None = None
 
@@ -77,10 +85,31 @@ class StagingBuffers:
             return self._device
         with self._lock:
             if self._host is None:
-                nbytes = self._target.arena.nbytes
-                pin = self._target.device.type == "cuda"
-                self._host = allocate(nbytes, torch.device("cpu"), "staging in host memory", pin=pin)
+                self._host = self._new_host()
             return self._host
+
+    def release(self) -> int:
+        """Give the device buffer's memory back, its address kept; bytes freed. Its contents are gone."""
+        return virtual_memory.release(self._device) if self._device is not None else 0
+
+    def resume(self) -> int:
+        """Take the device buffer's memory again; bytes taken.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not enough now.
+        """
+        return virtual_memory.resume(self._device) if self._device is not None else 0
+
+    def _new_host(self) -> torch.Tensor:
+        nbytes = self._target.arena.nbytes
+        if self._target.device.type != "cuda":
+            return allocate(nbytes, torch.device("cpu"), "staging in host memory")
+        try:
+            return pinned_zeros(nbytes, self._target.device)
+        except MemoryError as error:
+            raise UpdateRefused(
+                Reason.NO_MEMORY, f"no room for staging in host memory: {nbytes} bytes ({error})"
+            ) from error
 
     def scratch(self) -> torch.Tensor:
         """A bounded uint8 buffer on the target's device, for exchanges."""
@@ -90,10 +119,10 @@ class StagingBuffers:
         return self._scratch
 
 
-def allocate(nbytes: int, device: torch.device, purpose: str, *, pin: bool = False) -> torch.Tensor:
+def allocate(nbytes: int, device: torch.device, purpose: str) -> torch.Tensor:
     """Zeroed bytes, or a refusal that says what they were for."""
     try:
-        return aligned_zeros(nbytes, device, pin=pin)
+        return aligned_zeros(nbytes, device)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         raise UpdateRefused(
             Reason.NO_MEMORY, f"no room for {purpose}: {nbytes} bytes on {device} ({error})"
@@ -187,9 +216,19 @@ class Exchange:
 
 
 class CopyBorrowed:
-    """Copy what a sink borrowed straight from the trainer's memory into `live`, casting where needed."""
+    """Copy what a sink borrowed straight from the trainer's memory into `live`, casting where needed.
+
+    Tensors that only their trainer has hashed so far are hashed in the same pass.
+    """
 
     def __init__(self, target: WeightTarget, live: torch.Tensor, sink: Sink) -> None:
+        self._device = target.device
+        self._sink = sink
+        self._promised = sorted(sink.promised)
+        self._watched = [
+            (target.arena.slot_view(live, sink.plan.slot(index).name).view(-1).view(torch.uint8), source)
+            for index, source in ((index, sink.borrowed[index]) for index in self._promised)
+        ]
         self._copies = _merge(target, sink, live)
         self._casts = [
             (
@@ -201,10 +240,30 @@ class CopyBorrowed:
         ]
 
     def run(self) -> None:
-        for destination, source in self._copies:
-            copy_bytes(destination, source)
+        if is_fast(self._device) and len(self._copies) > FEW_COPIES:
+            copy_many(self._copies, self._device)
+        else:
+            for destination, source in self._copies:
+                copy_bytes(destination, source)
         for destination, source in self._casts:
             cast_into(destination, source)
+        self._copy_watched()
+
+    def _copy_watched(self) -> None:
+        """Copy and hash; raise WeightsTorn if what was read is not what the trainer promised."""
+        for index, found in zip(
+            self._promised,
+            copy_many(self._watched, self._device, [None] * len(self._watched)),
+            strict=True,
+        ):
+            promised = self._sink.received_checksum(index)
+            read = finish(found.total, self._sink.borrowed[index].numel())
+            if read != promised:
+                raise WeightsTorn(
+                    Reason.CHECKSUM_MISMATCH,
+                    f"{self._sink.plan.manifest.tensors[index].name} was copied with checksum {read:016x}, "
+                    f"the trainer had hashed {promised:016x}: it wrote there during the call",
+                )
 
     def undo(self) -> bool:
         return False
@@ -219,7 +278,7 @@ def _merge(target: WeightTarget, sink: Sink, live: torch.Tensor) -> list[tuple[t
     sources = {
         arena.canonical(sink.plan.slot(index).name): sink.borrowed[index]
         for index in sink.plan.applied
-        if index in sink.borrowed and sink.plan.same_dtype(index)
+        if index in sink.borrowed and index not in sink.promised and sink.plan.same_dtype(index)
     }
     runs: list[list[int]] = []  # [offset in the arena, size]
     firsts: list[torch.Tensor] = []

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from weight_updater import replies
 from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
+from weight_updater.from_ipc import Mappings
 from weight_updater.from_tensor import Chunks
 from weight_updater.graphs import GraphHooks, NoGraphs
 from weight_updater.groups import GroupRegistry
@@ -21,6 +22,7 @@ from weight_updater.live import LiveWeights
 from weight_updater.manifests import Manifests
 from weight_updater.open_update import OpenUpdate, Request, check_received, expect
 from weight_updater.opening import Opener
+from weight_updater.preloaded import PreloadedWeights
 from weight_updater.receive import Receive, Receivers
 from weight_updater.requests import (
     BeginReply,
@@ -46,9 +48,11 @@ class WeightUpdater:
         device_staging: reserve a second arena on the device, now.
         initial_version: weight version of what is live now.
         graphs: whoever captured CUDA graphs over the weights.
+        preloaded: a trainer's arena that `target` lives on from the start.
 
     Attributes:
         open: the update that is open, if one is.
+        buffers: where updates wait; its memory can be released with that of the weights.
     """
 
     def __init__(
@@ -60,15 +64,18 @@ class WeightUpdater:
         device_staging: bool,
         initial_version: int = 0,
         graphs: GraphHooks | None = None,
+        preloaded: PreloadedWeights | None = None,
     ) -> None:
         self.open: OpenUpdate | None = None
         self._target = target
         hooks: GraphHooks = graphs or NoGraphs()
         self._manifests = Manifests(roots)
-        self._buffers = StagingBuffers(target, device_staging=device_staging)
-        self._receivers = Receivers(target, self._manifests)
-        self._live = LiveWeights(target, self._buffers, hooks, initial_version)
-        self._opener = Opener(target, self._live, self._buffers, self._manifests, hooks, lease_s)
+        self.buffers = StagingBuffers(target, device_staging=device_staging)
+        mappings = Mappings(target.device) if preloaded is None else preloaded.mappings
+        self._receivers = Receivers(target, self._manifests, mappings)
+        self._live = LiveWeights(target, self.buffers, hooks, initial_version)
+        self._live.adopted = None if preloaded is None else preloaded.mapping
+        self._opener = Opener(target, self._live, self.buffers, self._manifests, hooks, lease_s)
         self._history = History()
         self._owner_checked = 0.0
 
@@ -112,8 +119,8 @@ class WeightUpdater:
                 MANIFEST_MISMATCH, NO_MEMORY.
         """
         manifest = self._manifests.resolve(request)
-        if not request.adopt and self._buffers.choose(request.staging) is Staging.HOST:
-            self._buffers.get(Staging.HOST)  # slow the first time, if it is pinned: not on the loop
+        if not request.adopt and self.buffers.choose(request.staging) is Staging.HOST:
+            self.buffers.get(Staging.HOST)  # slow the first time, if it is pinned: not on the loop
         return manifest
 
     def begin(self, request: BeginUpdate, manifest: Manifest, *, paused: bool) -> BeginReply:
@@ -244,7 +251,7 @@ class WeightUpdater:
                 raise  # the sender may go on
             raise self._end(error) from error
         try:
-            if update.adoption is not None and not update.adoption.segment.owner_alive():
+            if update.adoption is not None and not update.adoption.owner_alive():
                 raise UpdateRefused(Reason.PEER_LOST, "the trainer that owns the arena to adopt is gone")
             reply = self._live.commit(update)
         except UpdateError as error:
@@ -296,20 +303,17 @@ class WeightUpdater:
         adopted = self._live.adopted
         if adopted is not None and now - self._owner_checked >= OWNER_CHECK_S and not self.torn_reason:
             self._owner_checked = now
-            if not adopted.segment.owner_alive():
+            if not adopted.owner_alive():
                 reason = "the trainer that owns the adopted arena is gone"
                 if self.open is not None and self.open.in_adopted:
                     self._end(UpdateRefused(Reason.PEER_LOST, reason))
                 self._live.tear(reason)
+        self._receivers.tick(now)
         update = self.open
         if update is None or update.receiving or update.verifying or now < update.deadline:
             return
-        self._end(
-            UpdateRefused(
-                Reason.TIMEOUT,
-                f"the lease of update {update.update_id} ran out: no call came for {update.lease_s:g} s",
-            )
-        )
+        text = f"the lease of update {update.update_id} ran out: no call came for {update.lease_s:g} s"
+        self._end(UpdateRefused(Reason.TIMEOUT, text))
 
     def renew(self, update_id: str, lease_s: float) -> float:
         """LOOP. Push the lease out; returns seconds from now. lease_s 0: the update's own."""
@@ -331,7 +335,7 @@ class WeightUpdater:
         Raises:
             UpdateRefused (WRONG_STATE): one is in use by the open update, or adopted.
         """
-        return self._receivers.mappings.release(allocation_ids)
+        return self._receivers.release(allocation_ids)
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """LOOP. Name -> checksum of what lies in the slot now; no names: all slots, without aliases."""

@@ -32,6 +32,7 @@ def serve(
     dtype: Annotated[str | None, _flag("auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, _flag("auto, cpu, cuda or cuda:N.")] = None,
     load_format: Annotated[str | None, _flag("disk, or random weights from --seed.")] = None,
+    weights: Annotated[str | None, _flag("ipc:FILE starts on a trainer's arena, as FILE describes.")] = None,
     num_threads: Annotated[int | None, _flag("Threads of torch; 0: its own choice.")] = None,
     seed: Annotated[int | None, _flag("Of random weights, and of requests without a seed.")] = None,
     host: Annotated[str | None, _flag("Address to listen on; not loopback needs a token or mTLS.")] = None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ from torch import nn
 
 from rollout_engine.models.config import ModelConfig
 from rollout_engine.models.layers import FusedLinear, RMSNorm
-from rollout_engine.models.registry import model_class
+from rollout_engine.models.registry import MODELS, model_class
 from weight_updater.arena import Arena, SlotSpec, StorageSpec, WeightTarget
+from weight_updater.requests import Layout
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -22,18 +25,40 @@ def is_buffer(name: str) -> bool:
     return name.split(".")[-2:] == ["rotary_emb", "inv_freq"]
 
 
-def build_model(config: ModelConfig, device: torch.device) -> tuple[Any, WeightTarget]:
-    """The model of `config` with zeroed weights in one arena on `device`, and its slots.
+def model_layout(directory: str | Path, dtype: str = "auto") -> Layout:
+    """Where every tensor of a model lies in an engine's arena; from the directory's config.json alone.
+
+    Raises:
+        ConfigError, EngineError(MODEL_INVALID): no model that can be served.
+    """
+    config = ModelConfig.from_directory(Path(directory), known=tuple(MODELS), dtype=dtype)
+    with torch.device("meta"):
+        model: Any = model_class(config.architecture)(config)
+    return _arena(model, config).layout
+
+
+def _arena(model: nn.Module, config: ModelConfig) -> Arena:
+    storages = _as_transformers_orders([storage for _, _, storage in _storages(model, config.dtype)])
+    return Arena(storages, {HEAD: EMBEDDING} if config.tie else {})
+
+
+def build_model(
+    config: ModelConfig, device: torch.device, home: Callable[[Arena], torch.Tensor] | None = None
+) -> tuple[Any, WeightTarget]:
+    """The model of `config` with its weights in one arena on `device`, and its slots.
+
+    home: gives the memory that holds the weights already; None allocates it, zeroed.
+
 
     Call it outside inference mode: parameters born inside could never be updated outside.
     """
     assert not torch.is_inference_mode_enabled(), "a model built in inference mode cannot be updated"
     with torch.device("meta"):
         model: Any = model_class(config.architecture)(config)
-    storages = [storage for _, _, storage in _storages(model, config.dtype)]
+    arena = _arena(model, config)
     parameters = _give_homes(model, config.dtype, device)
-    arena = Arena(storages, {HEAD: EMBEDDING} if config.tie else {})
-    target = WeightTarget(arena, parameters, device, is_buffer, model.finalise)
+    buffer = None if home is None else home(arena)
+    target = WeightTarget(arena, parameters, device, is_buffer, model.finalise, buffer)
     target.finalise()
     return model, target
 
@@ -54,6 +79,22 @@ def _storages(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module,
                     SlotSpec(f"{parent}.{part}.{leaf}", (rows, *shape[1:])) for part, rows in module.parts
                 )
             yield module, leaf, StorageSpec(key, dtype, shape, slots)
+
+
+def _as_transformers_orders(storages: Sequence[StorageSpec]) -> list[StorageSpec]:
+    """A layer's norms last, as its module in transformers has them.
+
+    Trainers send in that order, so a bucket of theirs lies in the arena as it comes, and needs no copy.
+    """
+
+    def layer(storage: StorageSpec) -> str:
+        head, found, rest = storage.key.partition(".layers.")
+        return f"{head}{found}{rest.partition('.')[0]}" if found else storage.key
+
+    ordered: list[StorageSpec] = []
+    for _, members in groupby(storages, layer):
+        ordered += sorted(members, key=lambda storage: storage.key.endswith("layernorm.weight"))
+    return ordered
 
 
 def _give_homes(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Parameter]:

@@ -27,10 +27,11 @@ from rollout_engine.ops.fused import kernels_for
 from rollout_engine.runner.decode_graph import DecodeCudaGraphRunner
 from rollout_engine.runner.eager import EagerRunner, SplitPrefill
 from rollout_engine.runner.kv_pool import KVPool
-from rollout_engine.runner.memory import available_memory, discard_contents
+from rollout_engine.runner.memory import available_memory, discard_contents, restore_contents
 from rollout_engine.runner.pending import PendingStep
 from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
+from weight_updater.preloaded import PreloadedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -108,14 +109,20 @@ class ModelRunner:
             raise InitOrderError(f"{stage.name.lower()}() cannot run now: {problem}")
         self._stage = stage
 
-    def initialize(self) -> None:
+    def initialize(self, preloaded: PreloadedWeights | None = None) -> None:
         """Build the model in its arena and load or draw its weights.
+
+        Args:
+            preloaded: a trainer's arena to live on; nothing is loaded then.
 
         Raises:
             weight_updater.errors.UpdateRefused: a checkpoint that does not fit or cannot be read.
         """
         self._enter(Stage.INITIALIZE)
-        self.model, self.target = build_model(self.model_config, self.device)
+        home = None if preloaded is None else preloaded.home
+        self.model, self.target = build_model(self.model_config, self.device, home)
+        if preloaded is not None:
+            return
         if self.config.load_format == "random":
             fill_random(self.model, self.target, self.config.seed)
         else:
@@ -237,7 +244,12 @@ class ModelRunner:
         return discard_contents(self.target.buffer)
 
     def resume_weights(self) -> int:
-        """Make the weights writable again; bytes that the next full update will take."""
+        """Make the weights writable again; bytes that the next full update will take.
+
+        Raises:
+            torch.OutOfMemoryError: a GPU has not enough now; the weights stay released.
+        """
+        restore_contents(self.target.buffer)
         self.target.finalise()
         return self.target.buffer.numel()
 

@@ -30,6 +30,7 @@ from rollout_engine.server.text import TextCodec, load_tokenizer
 from rollout_engine.server.weights_service import WeightsService
 from rollout_engine.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
 from weight_updater.errors import UpdateError
+from weight_updater.heap import keep_freed_buffers
 
 log = logging.getLogger(__name__)
 
@@ -196,6 +197,7 @@ def serve(
 
     0: drained after a signal. 1: the engine could not start (one line on stderr says why), or had died.
     """
+    keep_freed_buffers()  # chunks of weights come and go
     return asyncio.run(_serve(config, ready_file, engine_command))
 
 

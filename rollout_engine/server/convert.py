@@ -197,6 +197,9 @@ def _cuda_region(wire: pb.MemoryHandle, field: str) -> r.CudaIpcRegion:
         handle=cuda.handle,
         offset=cuda.offset,
         size=wire.size,
+        probe_bytes=cuda.probe_bytes,
+        probe_checksum=cuda.probe_checksum if cuda.HasField("probe_checksum") else None,
+        owner=segment(cuda.owner, "", 0, f"{field}.owner") if cuda.HasField("owner") else None,
     )
 
 
@@ -221,6 +224,8 @@ def from_ipc(wire: pb.UpdateWeightsFromIpcRequest, update_id: str) -> r.FromIpc:
         ),
         cuda_regions=tuple(_cuda_region(h, f"handles[{i}]") for i, h in enumerate(wire.handles) if not shm),
         placements=tuple(r.RegionPlacement(p.tensor, p.handle, p.offset) for p in wire.placements),
+        lent=wire.lent,
+        scanned=wire.scanned,
     )
 
 

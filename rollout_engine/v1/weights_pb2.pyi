@@ -245,14 +245,20 @@ class UpdateWeightsFromTensorRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[UpdateWeightsFromTensorHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ...) -> None: ...
 
 class CudaIpcHandle(_message.Message):
-    __slots__ = ("device_uuid", "handle", "offset")
+    __slots__ = ("device_uuid", "handle", "offset", "probe_bytes", "probe_checksum", "owner")
     DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROBE_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     device_uuid: str
     handle: bytes
     offset: int
-    def __init__(self, device_uuid: _Optional[str] = ..., handle: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
+    probe_bytes: int
+    probe_checksum: int
+    owner: SharedMemorySegment
+    def __init__(self, device_uuid: _Optional[str] = ..., handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., probe_bytes: _Optional[int] = ..., probe_checksum: _Optional[int] = ..., owner: _Optional[_Union[SharedMemorySegment, _Mapping]] = ...) -> None: ...
 
 class MemoryHandle(_message.Message):
     __slots__ = ("allocation_id", "size", "posix_shm", "cuda_ipc")
@@ -277,16 +283,20 @@ class RegionPlacement(_message.Message):
     def __init__(self, tensor: _Optional[int] = ..., handle: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class UpdateWeightsFromIpcRequest(_message.Message):
-    __slots__ = ("update_id", "begin", "handles", "placements")
+    __slots__ = ("update_id", "begin", "handles", "placements", "lent", "scanned")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    LENT_FIELD_NUMBER: _ClassVar[int]
+    SCANNED_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     begin: BeginUpdateRequest
     handles: _containers.RepeatedCompositeFieldContainer[MemoryHandle]
     placements: _containers.RepeatedCompositeFieldContainer[RegionPlacement]
-    def __init__(self, update_id: _Optional[str] = ..., begin: _Optional[_Union[BeginUpdateRequest, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[MemoryHandle, _Mapping]]] = ..., placements: _Optional[_Iterable[_Union[RegionPlacement, _Mapping]]] = ...) -> None: ...
+    lent: str
+    scanned: bool
+    def __init__(self, update_id: _Optional[str] = ..., begin: _Optional[_Union[BeginUpdateRequest, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[MemoryHandle, _Mapping]]] = ..., placements: _Optional[_Iterable[_Union[RegionPlacement, _Mapping]]] = ..., lent: _Optional[str] = ..., scanned: bool = ...) -> None: ...
 
 class PrepareUpdateRequest(_message.Message):
     __slots__ = ("update_id", "deadline_ms")

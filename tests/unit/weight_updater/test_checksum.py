@@ -198,3 +198,13 @@ def test_what_has_no_nonfinite_values() -> None:
     part.add(8, torch.ones(2).view(torch.uint8))
     part.add(0, torch.tensor([1.0, math.nan]).view(torch.uint8))
     assert part.nonfinite
+
+
+def test_many_small_tensors_hash_together_as_they_do_alone() -> None:
+    shapes = [(4, 4)] * 200 + [(16,), (2, 3), (0, 8), (5,), (64, 64), (100, 100), (4, 4), ()]
+    tensors = []
+    for i, shape in enumerate(shapes):
+        tensor = torch.randn(shape).to(torch.bfloat16 if i % 3 else torch.float32)
+        tensors.append(torch.nn.Parameter(tensor.t() if len(shape) == 2 and i % 5 == 0 else tensor))
+    assert cs.checksums(tensors) == [cs.checksum(tensor) for tensor in tensors]
+    assert cs.checksums([]) == []

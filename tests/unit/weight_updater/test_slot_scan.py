@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from tests.unit.weight_updater.tiny_target import TinyTarget, begin, make_updater, push, send, weights, whole
 from weight_updater.arena import Arena, SlotSpec, StorageSpec, WeightTarget
-from weight_updater.checksum import checksum, finish, has_nonfinite
+from weight_updater.checksum import SMALL_BYTES, checksum, finish, has_nonfinite, is_small
 from weight_updater.errors import UpdateRefused
 from weight_updater.plan import slot_nbytes
-from weight_updater.slot_scan import SMALL_BYTES, is_small, scan_slots, slot_checksums
+from weight_updater.slot_scan import scan_rows, slot_checksums
 
 
 def experts(dtype: torch.dtype) -> WeightTarget:
@@ -39,13 +41,20 @@ def test_slots_hash_alike_together_and_alone(dtype: torch.dtype) -> None:
     assert list(slot_checksums(target, names)) == names
     some = names[5:300:7]
     assert slot_checksums(target, some) == {name: expected[name] for name in some}
-    small = [place for place in target.arena.placements.values() if is_small(place)]
-    found = {place.name: scan for place, scan in scan_slots(target.buffer, small, find_nonfinite=True)}
-    by_name = {place.name: finish(found[place.name].total, slot_nbytes(place)) for place in small}
-    assert by_name == {place.name: expected[place.name] for place in small}
-    assert [name for name, scan in found.items() if scan.nonfinite] == ["s7", "s250"]
+    small = [name for name in names if is_small(slot_nbytes(target.arena.placements[name]))]
+    alike = itertools.groupby(
+        sorted(small, key=target.arena.sizes.__getitem__), target.arena.sizes.__getitem__
+    )
+    found = {}
+    for nbytes, members in alike:
+        members = list(members)
+        offsets = [target.arena.placements[name].offset for name in members]
+        found |= zip(members, scan_rows(target.buffer, offsets, nbytes, dtype), strict=True)
+    by_name = {name: finish(found[name].total, target.arena.sizes[name]) for name in small}
+    assert by_name == {name: expected[name] for name in small}
+    assert sorted(name for name, scan in found.items() if scan.nonfinite) == ["s250", "s7"]
     assert all(scan.nonfinite == has_nonfinite(target.slot(name)) for name, scan in found.items())
-    assert not is_small(target.arena.placements["s305"])
+    assert not is_small(target.arena.sizes["s305"])
     assert target.slot("s305").nbytes > SMALL_BYTES
 
 

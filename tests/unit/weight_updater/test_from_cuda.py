@@ -1,0 +1,299 @@
+"""The ipc path over CUDA regions, with a stand-in for the GPU (fake_gpu.py); on a real one: tests/gpu."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.unit.weight_updater.fake_gpu import FakeGpu, fake_gpu, in_use
+from tests.unit.weight_updater.test_adopt import Trainer
+from tests.unit.weight_updater.tiny_target import (
+    HEAD,
+    K,
+    TinyTarget,
+    begin,
+    make_updater,
+    raw,
+    weights,
+)
+from weight_updater.checksum import checksum, fold
+from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
+from weight_updater.requests import FromIpc, Path, RegionPlacement, Staging, UpdateReply
+from weight_updater.updater import WeightUpdater
+
+STAGINGS = [Staging.DEVICE, Staging.HOST, Staging.NONE]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    with fake_gpu(monkeypatch) as made:
+        yield made
+
+
+def lay_out(gpu: FakeGpu, tensors: Mapping[str, torch.Tensor], handles: list[bytes]) -> FromIpc:
+    """Put tensors into allocations in turn, at odd places, and describe them."""
+    ends = [16] * len(handles)
+    first: list[int] = [16] * len(handles)
+    placements = []
+    for index, value in enumerate(tensors.values()):
+        number = index % len(handles)
+        at = ends[number]
+        gpu.memory[handles[number]][at : at + value.nbytes] = raw(value)
+        placements.append(RegionPlacement(index, number, at - first[number]))
+        ends[number] = at + value.nbytes + 2
+    regions = tuple(
+        gpu.region(
+            handle,
+            16,
+            ends[number] - 16,
+            probe_bytes=8,
+            probe_checksum=checksum(gpu.memory[handle][16:24]),
+        )
+        for number, handle in enumerate(handles)
+    )
+    return FromIpc("", cuda_regions=regions, placements=tuple(placements))
+
+
+def receive(updater: WeightUpdater, request: FromIpc, update_id: str) -> UpdateReply:
+    work = updater.receiver(replace(request, update_id=update_id))
+    error: UpdateError | None = None
+    try:
+        work.run()
+    except UpdateError as caught:
+        error = caught
+    return updater.received(work, error)
+
+
+def assert_live(target: TinyTarget, new: Mapping[str, torch.Tensor]) -> None:
+    assert all(torch.equal(target.slot(n), v.to(target.slot(n).dtype)) for n, v in new.items())
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("skip_checksums", [False, True])
+def test_tensors_in_two_allocations(
+    gpu: FakeGpu, staging: Staging, dtype: torch.dtype | None, skip_checksums: bool
+) -> None:
+    target = TinyTarget()
+    updater = make_updater(target, device_staging=True)
+    addresses = target.addresses()
+    handles = [gpu.allocate(1, 4096), gpu.allocate(2, 4096)]
+    for seed in (1, 2):
+        new = weights(seed, dtype)
+        request = lay_out(gpu, new, handles)
+        update_id = begin(updater, new, path=Path.IPC, staging=staging, skip_checksums=skip_checksums)
+        receive(updater, request, update_id)
+        assert updater.open is not None
+        assert not updater.open.written
+        updater.verify(update_id)
+        reply = updater.commit(update_id)
+        assert_live(target, new)
+        assert reply.verified is not skip_checksums
+        if not skip_checksums:
+            assert reply.received_checksum == fold(checksum(value) for value in new.values())
+            assert reply.live_checksum == fold(updater.checksums([]).values())
+    assert target.addresses() == addresses
+    assert gpu.opened == handles, "each allocation is mapped once"
+    assert in_use(updater) == {}
+    assert updater.release([region.allocation_id for region in request.cuda_regions]) == 2
+    assert gpu.closed == handles
+
+
+def test_launches_for_all_tensors_at_once(gpu: FakeGpu) -> None:
+    updater = make_updater(TinyTarget(), device_staging=True)
+    handles = [gpu.allocate(1, 4096), gpu.allocate(2, 4096)]
+    expected = {
+        (Staging.NONE, False, False): ["scan", "copy"],
+        (Staging.NONE, False, True): ["copy and scan"],  # what the trainer has hashed is read once
+        (Staging.NONE, True, False): ["scan", "copy"],  # for values that are not finite
+        (Staging.DEVICE, False, False): ["copy and scan"],
+        (Staging.DEVICE, False, True): ["copy and scan"],
+    }
+    for seed, ((staging, skip, scanned), launches) in enumerate(expected.items(), start=1):
+        new = weights(seed)
+        request = replace(lay_out(gpu, new, handles), scanned=scanned)
+        update_id = begin(updater, new, path=Path.IPC, staging=staging, skip_checksums=skip)
+        gpu.launches.clear()
+        receive(updater, request, update_id)
+        reply = updater.commit(update_id)
+        assert gpu.launches == launches
+        assert reply.verified is not skip
+    update_id = begin(
+        updater, new, path=Path.IPC, staging=Staging.NONE, skip_checksums=True, allow_nonfinite=True
+    )
+    gpu.launches.clear()
+    receive(updater, request, update_id)
+    updater.commit(update_id)
+    assert gpu.launches == ["copy"], "nothing is looked for"
+
+
+def test_regions_and_placements_are_named_by_digest(gpu: FakeGpu) -> None:
+    target = TinyTarget()
+    updater = make_updater(target)
+    handles = [gpu.allocate(1, 4096)]
+    request = lay_out(gpu, weights(1), handles)
+    short = FromIpc("", lent=request.digest())
+    update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
+    with pytest.raises(UpdateRefused, match="send them in full once") as unknown:
+        receive(updater, short, update_id)
+    assert unknown.value.reason is Reason.MANIFEST_UNKNOWN
+    receive(updater, request, update_id)
+    updater.commit(update_id)
+    for seed in (2, 3):
+        new = weights(seed)
+        assert lay_out(gpu, new, handles).digest() == request.digest(), "a probe is no part of it"
+        update_id = begin(updater, new, path=Path.IPC, staging=Staging.NONE)
+        receive(updater, short, update_id)
+        updater.commit(update_id)
+        assert_live(target, new)
+    updater.release([request.cuda_regions[0].allocation_id])
+    update_id = begin(updater, new, path=Path.IPC, staging=Staging.NONE)
+    with pytest.raises(UpdateRefused) as released:
+        receive(updater, short, update_id)
+    assert released.value.reason is Reason.MANIFEST_UNKNOWN
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("scanned", [False, True])
+def test_bytes_that_are_not_what_the_manifest_says(gpu: FakeGpu, staging: Staging, scanned: bool) -> None:
+    target = TinyTarget()
+    updater = make_updater(target, device_staging=True)
+    handles = [gpu.allocate(1, 4096)]
+    before = target.values()
+    new = weights(1)
+    request = replace(lay_out(gpu, new, handles), scanned=scanned)
+    update_id = begin(updater, new, path=Path.IPC, staging=staging)
+    gpu.memory[handles[0]][16 + request.placements[3].offset] ^= 1
+    receive(updater, request, update_id)
+    if scanned and staging is Staging.NONE:
+        with pytest.raises(WeightsTorn, match="it wrote there during the call") as torn:
+            updater.commit(update_id)
+        assert torn.value.reason is Reason.CHECKSUM_MISMATCH
+        assert updater.torn_reason
+    else:
+        with pytest.raises(UpdateRefused, match="arrived with checksum") as refused:
+            updater.commit(update_id)
+        assert refused.value.reason is Reason.CHECKSUM_MISMATCH
+        assert all(torch.equal(target.slot(name), value) for name, value in before.items())
+
+
+def test_values_that_are_not_finite_are_refused(gpu: FakeGpu) -> None:
+    updater = make_updater(TinyTarget())
+    new = weights(1)
+    new[K][1, 2] = float("inf")
+    request = lay_out(gpu, new, [gpu.allocate(1, 4096)])
+    update_id = begin(updater, new, path=Path.IPC, staging=Staging.NONE)
+    receive(updater, request, update_id)
+    with pytest.raises(UpdateRefused, match=K) as refused:
+        updater.commit(update_id)
+    assert refused.value.reason is Reason.NONFINITE
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_tied_names(gpu: FakeGpu, scanned: bool) -> None:
+    target = TinyTarget()
+    updater = make_updater(target)
+    handles = [gpu.allocate(1, 8192)]
+    new = weights(1)
+    tied = new | {HEAD: new["model.embed_tokens.weight"].clone()}
+    update_id = begin(updater, tied, path=Path.IPC, staging=Staging.NONE)
+    receive(updater, replace(lay_out(gpu, tied, handles), scanned=scanned), update_id)
+    updater.commit(update_id)
+    assert_live(target, new)
+
+
+def test_a_probe_that_differs_is_refused_and_unmapped(gpu: FakeGpu) -> None:
+    updater = make_updater(TinyTarget())
+    handle = gpu.allocate(1, 4096)
+    request = lay_out(gpu, weights(1), [handle])
+    gpu.memory[handle][16] ^= 1
+    update_id = begin(updater, weights(1), path=Path.IPC)
+    with pytest.raises(UpdateRefused, match="in the trainer") as refused:
+        receive(updater, request, update_id)
+    assert refused.value.reason is Reason.MEMORY_UNAVAILABLE
+    assert (gpu.opened, gpu.closed) == ([handle], [handle])
+
+
+def test_regions_that_cannot_be_right(gpu: FakeGpu) -> None:
+    updater = make_updater(TinyTarget())
+    handle = gpu.allocate(1, 2048)
+    good = lay_out(gpu, weights(1), [handle])
+    region = good.cuda_regions[0]
+    wrong = {
+        "a region ends at byte": replace(region, size=4096, probe_checksum=None),
+        "without an allocation id": replace(region, allocation_id=""),
+        "cannot be opened": replace(region, handle=bytes(64), allocation_id="x"),
+    }
+    for match, bad in wrong.items():
+        update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
+        with pytest.raises(UpdateRefused, match=match):
+            receive(updater, replace(good, cuda_regions=(bad,)), update_id)
+    update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
+    receive(updater, good, update_id)
+    updater.commit(update_id)
+    other = replace(region, handle=gpu.allocate(2, 2048))
+    update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
+    with pytest.raises(UpdateRefused, match="give every allocation an id of its own"):
+        receive(updater, replace(good, cuda_regions=(other,)), update_id)
+
+
+def test_memory_that_a_receiver_reads_is_not_unmapped(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weight_updater import lent_tensors
+
+    updater = make_updater(TinyTarget())
+    handle = gpu.allocate(1, 4096)
+    request = lay_out(gpu, weights(1), [handle])
+    identity = request.cuda_regions[0].allocation_id
+    refused: list[UpdateRefused] = []
+
+    def abort_and_release(*arguments: object) -> list[object]:
+        updater.abort(update_id)
+        with pytest.raises(UpdateRefused) as caught:
+            updater.release([identity])
+        refused.append(caught.value)
+        return []
+
+    update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
+    monkeypatch.setattr(lent_tensors, "_read", abort_and_release)
+    monkeypatch.setattr("weight_updater.sink.Sink.end", lambda self, error: None)  # it would wait for us
+    with pytest.raises(UpdateRefused, match="aborted"):
+        receive(updater, request, update_id)
+    assert [error.reason for error in refused] == [Reason.WRONG_STATE]
+    assert updater.release([identity]) == 1
+
+
+def test_an_arena_is_adopted_where_it_lies(gpu: FakeGpu) -> None:
+    target = TinyTarget()
+    updater = make_updater(target)
+    handle = gpu.allocate(1, target.arena.nbytes)
+    memory = gpu.memory[handle]
+    trainer = Trainer(1)  # holds the owner's lock
+    try:
+        region = gpu.region(handle, 0, target.arena.nbytes)
+        update_id = begin(updater, weights(1), path=Path.IPC, adopt=True)
+        with pytest.raises(UpdateRefused, match="owner's lock"):
+            receive(updater, FromIpc("", cuda_regions=(region,)), update_id)
+        updater.release([region.allocation_id])
+        request = FromIpc("", cuda_regions=(replace(region, owner=trainer.descriptor),))
+        for seed in (2, 3):
+            update_id = begin(updater, weights(seed), path=Path.IPC, adopt=True)
+            for name, value in weights(seed).items():
+                target.arena.slot_view(memory, name).copy_(value)
+            gpu.launches.clear()
+            receive(updater, request, update_id)
+            reply = updater.commit(update_id)
+            assert (reply.extra_bytes, reply.num_changed, reply.verified) == (0, 6, True)
+            assert target.buffer.data_ptr() == memory.data_ptr()
+            assert gpu.launches == ["scan"], "read once, copied never"
+            assert_live(target, weights(seed))
+        with pytest.raises(UpdateRefused, match="adopted arena"):
+            updater.release([region.allocation_id])
+        trainer.die()
+        updater.tick(time.monotonic() + 1)
+        assert "is gone" in updater.torn_reason
+    finally:
+        trainer.close()

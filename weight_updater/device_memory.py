@@ -1,0 +1,266 @@
+"""GPU memory that two processes share: allocations, their identity, and CUDA IPC handles of them.
+
+Needs the package cuda-bindings, which comes with CUDA builds of torch; it is loaded on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from weight_updater.errors import Reason, UpdateRefused
+
+HANDLE_BYTES = 64
+
+
+class CudaCallFailed(RuntimeError):
+    """A call of the CUDA runtime or driver failed. name: of the error, for example cudaErrorInvalidValue."""
+
+    def __init__(self, call: str, name: str) -> None:
+        super().__init__(f"{call} failed: {name}")
+        self.name = name
+
+
+@cache
+def _bindings() -> tuple[Any, Any]:
+    """(runtime, driver) modules of cuda.bindings."""
+    try:
+        from cuda.bindings import driver, runtime
+    except ImportError as error:
+        raise UpdateRefused(
+            Reason.MEMORY_UNAVAILABLE,
+            "sharing GPU memory between processes needs the package cuda-bindings; install it "
+            "(pip install cuda-bindings) in the environments of the trainer and of the engine",
+        ) from error
+    return runtime, driver
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """Call a binding, which gives (error, results...); the results without the error.
+
+    Raises:
+        CudaCallFailed: the error is not success. It is cleared, so that nobody else stumbles over it.
+    """
+    error, *results = function(*arguments)
+    if int(error) != 0:
+        runtime, _ = _bindings()
+        runtime.cudaGetLastError()
+        raise CudaCallFailed(function.__name__, getattr(error, "name", str(error)))
+    return results[0] if len(results) == 1 else results
+
+
+def device_uuid(index: int) -> str:
+    """The UUID of a visible GPU, as in nvidia-smi."""
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+
+
+def device_of(uuid: str, for_device: torch.device) -> int:
+    """The index of the GPU with `uuid` among those that this process sees, whatever their order.
+
+    Raises:
+        UpdateRefused (MEMORY_UNAVAILABLE): it sees none such, or `for_device` cannot read its memory.
+    """
+    visible = [device_uuid(index) for index in range(torch.cuda.device_count())]
+    wanted = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+    if wanted not in visible:
+        raise UpdateRefused(
+            Reason.MEMORY_UNAVAILABLE,
+            f"the memory lies on {wanted}, which this engine does not see (it sees {', '.join(visible)}); "
+            f"run trainer and engine on one host and let CUDA_VISIBLE_DEVICES name that GPU too",
+        )
+    index = visible.index(wanted)
+    own = torch.cuda.current_device() if for_device.index is None else for_device.index
+    if index != own and not torch.cuda.can_device_access_peer(own, index):
+        raise UpdateRefused(
+            Reason.MEMORY_UNAVAILABLE,
+            f"the memory lies on {wanted}, which GPU {visible[own]} of this engine cannot read directly "
+            f"(no peer access); use the distributed path",
+        )
+    return index
+
+
+class DevicePointer:
+    """Memory at an address, as torch takes it. keep: an object to be kept alive with it."""
+
+    def __init__(self, address: int, nbytes: int, keep: object = None) -> None:
+        self._keep = keep
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def bytes_at(address: int, nbytes: int, index: int, keep: object = None) -> torch.Tensor:
+    """[nbytes] uint8 over memory on GPU `index`, borrowed."""
+    with torch.cuda.device(index):
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}")
+        return torch.as_tensor(DevicePointer(address, nbytes, keep), device=f"cuda:{index}")
+
+
+class MappedAllocation:
+    """An allocation of another process, mapped here. data: [nbytes] uint8; a whole allocation or its start.
+
+    Raises:
+        UpdateRefused (MEMORY_UNAVAILABLE): the handle cannot be opened.
+    """
+
+    def __init__(self, handle: bytes, uuid: str, for_device: torch.device) -> None:
+        runtime, _ = _bindings()
+        self.index = device_of(uuid, for_device)
+        own = torch.cuda.current_device() if for_device.index is None else for_device.index
+        wire = runtime.cudaIpcMemHandle_t()
+        wire.reserved = handle
+        try:
+            _enter(self.index)
+            self._address: int = int(
+                _call(runtime.cudaIpcOpenMemHandle, wire, runtime.cudaIpcMemLazyEnablePeerAccess)
+            )
+            if self.index != own:
+                _enter(own)
+                _allow_peer(self.index)
+        except CudaCallFailed as error:
+            raise UpdateRefused(
+                Reason.MEMORY_UNAVAILABLE,
+                f"a CUDA IPC handle for {uuid} cannot be opened ({error}); is the trainer another process "
+                f"of this host (and container), and does it still hold the memory?",
+            ) from error
+        finally:
+            _enter(own)
+        self._open = True
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    def check_holds(self, end: int) -> None:
+        """Refuse (MEMORY_UNAVAILABLE) to look further than the allocation reaches."""
+        nbytes = allocation_of(self._address, self.index).nbytes
+        if end > nbytes:
+            raise UpdateRefused(
+                Reason.MEMORY_UNAVAILABLE, f"a region ends at byte {end} of an allocation of {nbytes} bytes"
+            )
+
+    def region(self, offset: int, size: int) -> torch.Tensor:
+        """[size] uint8 at byte `offset` of the allocation, on the GPU that holds it."""
+        return bytes_at(self._address + offset, size, self.index, self)
+
+    def close(self) -> None:
+        """Unmap; harmless twice. Nothing may read from it any more."""
+        if self._open:
+            self._open = False
+            runtime, _ = _bindings()
+            with torch.cuda.device(self.index):
+                _enter(self.index)
+                _call(runtime.cudaIpcCloseMemHandle, self._address)
+
+
+def _enter(index: int) -> None:
+    """Make a GPU this thread's current one, with its context, which driver calls need."""
+    runtime, _ = _bindings()
+    _call(runtime.cudaSetDevice, index)
+
+
+def _allow_peer(index: int) -> None:
+    """Let kernels of the current GPU read memory of GPU `index`."""
+    runtime, _ = _bindings()
+    try:
+        _call(runtime.cudaDeviceEnablePeerAccess, index, 0)
+    except CudaCallFailed as error:
+        if error.name != "cudaErrorPeerAccessAlreadyEnabled":
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What one cudaMalloc gave. identity: no other allocation of this process ever has it.
+
+    shareable: the driver can give an IPC handle for it; not so for memory that is mapped in pieces
+        (torch's expandable segments) or comes from a pool.
+    """
+
+    address: int
+    nbytes: int
+    identity: int
+    shareable: bool
+
+
+def identities_of(places: Sequence[tuple[int, int]]) -> list[int]:
+    """Per (address, GPU) the identity of the allocation there, 0 where there is none; see `Allocation`."""
+    _, driver = _bindings()
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+    identities, entered = [], -1
+    for address, index in places:
+        if index != entered:
+            _enter(index)
+            entered = index
+        error, identity = driver.cuPointerGetAttribute(attribute, driver.CUdeviceptr(address))
+        identities.append(0 if int(error) else int(identity))
+    return identities
+
+
+def allocation_of(address: int, index: int) -> Allocation:
+    """The allocation on GPU `index` that an address lies in."""
+    _, driver = _bindings()
+    _enter(index)
+    base, nbytes = _call(driver.cuMemGetAddressRange, driver.CUdeviceptr(address))
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+    shareable = bool(_call(driver.cuPointerGetAttribute, attribute, driver.CUdeviceptr(address)))
+    return Allocation(int(base), int(nbytes), identities_of([(address, index)])[0], shareable)
+
+
+def handle_of(allocation: Allocation, index: int) -> bytes | None:
+    """The 64-byte IPC handle of an allocation; None if the driver gives none."""
+    runtime, _ = _bindings()
+    if not allocation.shareable:
+        return None
+    _enter(index)
+    try:
+        return bytes(_call(runtime.cudaIpcGetMemHandle, allocation.address).reserved)
+    except CudaCallFailed:
+        return None
+
+
+class DeviceBuffer:
+    """Memory from cudaMalloc itself, which can always be shared. data: [nbytes] uint8, zeroed.
+
+    Raises:
+        UpdateRefused (NO_MEMORY): there is not enough.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        runtime, _ = _bindings()
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.nbytes = nbytes
+        _enter(self.index)
+        try:
+            self._address: int = int(_call(runtime.cudaMalloc, max(1, nbytes)))
+        except CudaCallFailed as error:
+            raise UpdateRefused(
+                Reason.NO_MEMORY, f"no room for {nbytes} bytes on cuda:{self.index} to share ({error})"
+            ) from error
+        self.data: torch.Tensor | None = bytes_at(self._address, nbytes, self.index)
+        self.data.zero_()
+
+    @property
+    def address(self) -> int:
+        return self._address
+
+    def close(self) -> None:
+        """Free it; harmless twice. No tensor over it may be used any more."""
+        if self.data is not None:
+            self.data = None
+            runtime, _ = _bindings()
+            with contextlib.suppress(CudaCallFailed), torch.cuda.device(self.index):
+                torch.cuda.synchronize(self.index)
+                _enter(self.index)
+                _call(runtime.cudaFree, self._address)

@@ -1,0 +1,257 @@
+"""Hash and copy many byte ranges on a GPU in one launch, at the speed of its memory.
+
+Everything runs on one stream for each device, behind what the caller's current stream holds so far, and
+has finished when a call returns; a forward pass on another stream goes on meanwhile. Without triton, or on
+other devices, `is_fast` is False and the callers' torch code runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from weight_updater.checksum import Scan
+
+CHUNK_BYTES = 512 << 10
+"""What one program of the kernel takes."""
+
+_WORDS = 2048  # 64-bit words that a program takes at a time
+_NUM_WARPS = 8
+_MAX_TABLES = 8
+_WORTH_KEEPING = 16  # ranges; smaller tables are made anew
+
+# dtype -> (all-ones exponent, its lowest bit) in every value of a 64-bit word
+_EXPONENT_STEPS: dict[torch.dtype, tuple[int, int]] = {
+    torch.bfloat16: (0x7F80 * 0x0001000100010001, 0x0080 * 0x0001000100010001),
+    torch.float16: (0x7C00 * 0x0001000100010001, 0x0400 * 0x0001000100010001),
+    torch.float32: (0x7F800000 * 0x0000000100000001, 0x00800000 * 0x0000000100000001),
+    torch.float64: (0x7FF0000000000000, 0x0010000000000000),
+}
+
+_Key = tuple[tuple[int, int, int, torch.dtype | None, int], ...]
+"""Per range: source and destination address, bytes, dtype of the values, first word."""
+
+
+@cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_fast(device: torch.device) -> bool:
+    """Whether the kernels can be used for memory of `device`."""
+    return device.type == "cuda" and has_triton()
+
+
+_streams: dict[int, torch.cuda.Stream] = {}
+_tables: OrderedDict[tuple[int, _Key], _Table] = OrderedDict()
+_lock = threading.Lock()  # of both
+
+
+class _Table:
+    """A launch's table on the device. parts: (alignment, first row, number of rows)."""
+
+    def __init__(self, key: _Key, device: torch.device) -> None:
+        chunks, alignments = _chunks(key)
+        order = np.argsort(-alignments, kind="stable")
+        values, counts = np.unique(-alignments, return_counts=True)
+        ends = np.cumsum(counts)
+        self.parts = [
+            (int(-value), int(end - count), int(count))
+            for value, end, count in zip(values, ends, counts, strict=True)
+        ]
+        self.chunks = torch.from_numpy(chunks[order]).to(device)
+
+
+def _chunks(key: _Key) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """([num_chunks, 8] table, [num_chunks] alignment: 16, 8 or 1); see device_kernels.py."""
+    sources = np.array([row[0] for row in key], dtype=np.int64)
+    destinations = np.array([row[1] for row in key], dtype=np.int64)
+    sizes = np.array([row[2] for row in key], dtype=np.int64)
+    steps = np.array(
+        [_EXPONENT_STEPS[row[3]] if row[3] is not None else (0, 0) for row in key], dtype=np.int64
+    ).reshape(-1, 2)
+    counts = -(-sizes // CHUNK_BYTES)
+    rows = np.repeat(np.arange(len(key)), counts)
+    starts = (np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)) * CHUNK_BYTES
+    both = sources | destinations  # chunks start at multiples of 16
+    alignments = np.where(both % 16 == 0, 16, np.where(both % 8 == 0, 8, 1))
+    table = np.stack(
+        [
+            sources[rows] + starts,
+            destinations[rows] + np.where(destinations[rows] != 0, starts, 0),
+            np.minimum(sizes[rows] - starts, CHUNK_BYTES),
+            starts // 8 + np.array([row[4] for row in key], dtype=np.int64)[rows],
+            rows,
+            steps[rows, 0],
+            steps[rows, 1],
+            np.zeros_like(rows),
+        ],
+        axis=1,
+    )
+    return np.ascontiguousarray(table, dtype=np.int64), alignments[rows]
+
+
+def _table(key: _Key, device: torch.device) -> _Table:
+    """The table of a launch, kept: from step to step addresses stay the same."""
+    if len(key) < _WORTH_KEEPING:
+        return _Table(key, device)
+    where = (device.index or 0, key)
+    with _lock:
+        known = _tables.get(where)
+        if known is not None:
+            _tables.move_to_end(where)
+            return known
+    made = _Table(key, device)
+    with _lock:
+        _tables[where] = made
+        while len(_tables) > _MAX_TABLES:
+            _tables.popitem(last=False)
+    return made
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[None]:
+    """Run the block on the updater's own stream of `device`, behind the caller's current stream, and wait
+    for it at the end. On other devices the block just runs.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        with _lock:
+            if index not in _streams:
+                # Priority 0 is the lowest that there is: forward passes on a stream above it come first.
+                _streams[index] = torch.cuda.Stream(index, priority=0)  # type: ignore[no-untyped-call]
+        stream = _streams[index]
+        caller = torch.cuda.current_stream(index)
+        if caller != stream:
+            stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+def scan_many(
+    data: Sequence[torch.Tensor],
+    device: torch.device,
+    dtypes: Sequence[torch.dtype | None],
+    offsets: Sequence[int] | None = None,
+) -> list[Scan]:
+    """Hash byte ranges in GPU memory, and look for non-finite values.
+
+    Args:
+        data: each [n] uint8, contiguous, at any address that `device` can reach.
+        device: that runs the kernel.
+        dtypes: floating dtype of each range's values; None leaves the test for non-finite ones out.
+        offsets: byte (a multiple of 8) of its tensor that each range starts at; None: all at 0.
+    """
+    if not data:
+        return []
+    words = [0] * len(data) if offsets is None else [offset // 8 for offset in offsets]
+    key = tuple(
+        (source.data_ptr(), 0, source.numel(), dtype, word)
+        for source, dtype, word in zip(data, dtypes, words, strict=True)
+    )
+    return _results(_run(key, device, copy=False, scan=True))
+
+
+def copy_many(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    device: torch.device,
+    dtypes: Sequence[torch.dtype | None] | None = None,
+) -> list[Scan]:
+    """Copy byte ranges in GPU memory; with `dtypes`, hash in the same pass what was read.
+
+    Args:
+        pairs: (destination, source), each [n] uint8 of equal n, contiguous, both reachable from `device`.
+        device: that runs the kernel.
+        dtypes: as in `scan_many`; None copies only, and gives nothing.
+    """
+    if not pairs:
+        return []
+    looked_for = dtypes if dtypes is not None else [None] * len(pairs)
+    key = tuple(
+        (source.data_ptr(), destination.data_ptr(), source.numel(), dtype, 0)
+        for (destination, source), dtype in zip(pairs, looked_for, strict=True)
+    )
+    assert all(destination.numel() == source.numel() for destination, source in pairs), "sizes differ"
+    found = _run(key, device, copy=True, scan=dtypes is not None)
+    return _results(found) if dtypes is not None else []
+
+
+def _run(key: _Key, device: torch.device, *, copy: bool, scan: bool) -> npt.NDArray[np.int64]:
+    """Launch; returns [num_ranges, 2] results. Has finished on the device when it returns."""
+    with side_stream(device):
+        table = _table(key, device)
+        results = torch.zeros(len(key), 2, dtype=torch.int64, device=device)
+        launch(table.chunks, table.parts, results, copy=copy, scan=scan)
+        found: npt.NDArray[np.int64] = results.cpu().numpy() if scan else np.zeros((0, 2), dtype=np.int64)
+    return found
+
+
+def launch(
+    chunks: torch.Tensor,
+    parts: Sequence[tuple[int, int, int]],
+    results: torch.Tensor,
+    *,
+    copy: bool,
+    scan: bool,
+) -> None:
+    """Enqueue the kernel for each alignment of a table on the current stream."""
+    from weight_updater.device_kernels import chunks_kernel
+
+    for alignment, first, count in parts:
+        chunks_kernel[(count,)](
+            chunks[first : first + count],
+            results,
+            copy,
+            scan,
+            alignment,
+            CHUNK_BYTES // 8,
+            _WORDS,
+            num_warps=_NUM_WARPS,
+        )
+
+
+def warm(device: torch.device) -> None:
+    """Compile the kernels now (seconds the first time on a machine, then cached), not in an update."""
+    if not is_fast(device):
+        return
+    data = torch.zeros(64, dtype=torch.uint8, device=device)
+    for offset in (0, 8, 1):
+        source, destination = data[offset : offset + 16], data[offset + 32 : offset + 48]
+        scan_many([source], device, [torch.bfloat16])
+        copy_many([(destination, source)], device)
+        copy_many([(destination, source)], device, [torch.bfloat16])
+
+
+def _results(found: npt.NDArray[np.int64]) -> list[Scan]:
+    from weight_updater.checksum import Scan  # which uses this module
+
+    return [Scan(total & (1 << 64) - 1, count != 0) for total, count in found.tolist()]
+
+
+def checksums_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Checksums of many tensors on GPUs, of any dtype and strides, with one launch for each GPU."""
+    from weight_updater.checksum import finish
+
+    values = [0] * len(tensors)
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        indexes = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        # A strided tensor is copied first; at most these copies are needed beside the tensors.
+        data = [tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in indexes]
+        found = scan_many(data, device, [None] * len(data))
+        for index, bytes_of, one in zip(indexes, data, found, strict=True):
+            values[index] = finish(one.total, bytes_of.numel())
+    return values
