@@ -8,14 +8,13 @@ expandable segments, pools) and strided tensors go through a buffer that can be 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from trainers_adapters.sources import Source
 from weight_updater.arena import TORCH_DTYPES
-from weight_updater.checksum import checksums
+from weight_updater.checksum import checksums, finish
 from weight_updater.device_memory import (
     Allocation,
     DeviceBuffer,
@@ -25,7 +24,7 @@ from weight_updater.device_memory import (
     handle_of,
     identities_of,
 )
-from weight_updater.device_scan import copy_many, is_fast
+from weight_updater.device_scan import copy_many, is_fast, scan_many
 from weight_updater.requests import CudaIpcRegion, FromIpc, Manifest, RegionPlacement, TensorSpec, align
 
 PROBE_BYTES = 4096
@@ -84,8 +83,8 @@ class CudaLending:
         """Of everything that engines may have mapped."""
         return self._lent.allocation_ids if self._lent is not None else set()
 
-    def lend(self, source: Source, manifest: Manifest) -> Lent:
-        """What to lend of a source whose tensors all lie on GPUs. Waits until they are written.
+    def lend(self, named: Iterable[tuple[str, torch.Tensor]], manifest: Manifest) -> Lent:
+        """What to lend of a source's tensors, which all lie on GPUs. Waits until they are written.
 
         Allocations that were lent before and are not any more are for the caller to release: compare
         `allocation_ids` before and after, then call `forget`.
@@ -96,8 +95,7 @@ class CudaLending:
         """
         self._kept = []  # before as many new ones are made
         tensors = [
-            _checked(spec, name, tensor)
-            for spec, (name, tensor) in zip(manifest.tensors, source, strict=True)
+            _checked(spec, name, tensor) for spec, (name, tensor) in zip(manifest.tensors, named, strict=True)
         ]
         self._kept = tensors  # a source may make tensors as it goes; they live until the next push
         key = tuple((tensor.data_ptr(), tensor.get_device(), tensor.is_contiguous()) for tensor in tensors)
@@ -108,6 +106,23 @@ class CudaLending:
         for index in {index for _, index, _ in key}:
             torch.cuda.current_stream(index).synchronize()
         return self._lent
+
+    def scan(self) -> tuple[list[int], bool]:
+        """The checksums of what is lent now, in order; and whether a value in it is not finite, or may be."""
+        staged = dict(self._staged)
+        where = [staged.get(at, tensor) for at, tensor in enumerate(self._kept)]
+        if not all(is_fast(tensor.device) for tensor in where):
+            return checksums(where), True
+        values, nonfinite = [0] * len(where), False
+        for device in {tensor.device for tensor in where}:
+            here = [at for at, tensor in enumerate(where) if tensor.device == device]
+            data = [where[at].view(-1).view(torch.uint8) for at in here]
+            for at, found in zip(
+                here, scan_many(data, device, [where[at].dtype for at in here]), strict=True
+            ):
+                values[at] = finish(found.total, where[at].nbytes)
+                nonfinite = nonfinite or found.nonfinite
+        return values, nonfinite
 
     def _still_there(self) -> bool:
         """Whether every address still lies in the allocation that it lay in."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.segments import PackedSegment
 from trainers_adapters.sending import Outgoing, Sender
-from trainers_adapters.sources import Source
 from weight_updater.requests import BeginReply, BeginUpdate, Path, ShmSegment, UpdateReply
 
 if TYPE_CHECKING:
@@ -25,11 +26,13 @@ class IpcArena(Sender):
     """
 
     path: ClassVar[Path] = Path.IPC
+    hashes_bytes: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._segment = PackedSegment()
         self._lending: CudaLending | None = None
         self._lent: Lent | None = None  # what this push lends, if it lies on GPUs
+        self._scanned = False  # here, for checksums and values that are not finite
         self._borrowers: dict[str, WeightsClient] = {}
         self._told: dict[str, str] = {}  # engine -> digest of what was lent to it in full
 
@@ -45,26 +48,32 @@ class IpcArena(Sender):
         return shared | (self._lending.allocation_ids if self._lending is not None else set())
 
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
+        named = list(outgoing.source)
+        if all(tensor.device.type == "cuda" for _, tensor in named):
+            return self._lend(named, outgoing)
         self._lent = None
-        if _on_gpus(outgoing.source):
-            self._lend(outgoing)
-            return {}
         if not self._segment.fits(outgoing.manifest):
             self.close()
         self._segment.fill(outgoing.source, outgoing.manifest)
-        return {}
+        return {"manifest": outgoing.source.manifest()} if outgoing.verify else {}
 
-    def _lend(self, outgoing: Outgoing) -> None:
+    def _lend(self, named: Sequence[tuple[str, torch.Tensor]], outgoing: Outgoing) -> dict[str, Any]:
         from trainers_adapters.cuda_lending import CudaLending
 
         if self._lending is None:
             self._lending = CudaLending()
         before = self._lending.allocation_ids
-        self._lent = self._lending.lend(outgoing.source, outgoing.manifest)
+        self._lent = self._lending.lend(named, outgoing.manifest)
         gone = sorted(before - self._lending.allocation_ids)
         if gone:
             release_everywhere(gone, list(self._borrowers.values()))
         self._lending.forget()
+        self._scanned = False
+        if not outgoing.verify:
+            return {}
+        checksums, nonfinite = self._lending.scan()
+        self._scanned = not nonfinite  # else the engine looks itself, and decides
+        return {"manifest": outgoing.manifest.with_checksums(checksums)}
 
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
         return self._update(client, begun.update_id, outgoing)
@@ -81,12 +90,16 @@ class IpcArena(Sender):
             return client.update_from_ipc(update, [self._segment.descriptor], timeout_s=left)
         if self._told.get(client.address) == lent.digest:
             try:
-                return client.update_from_ipc(update, [], lent=lent.digest, timeout_s=left)
+                return client.update_from_ipc(
+                    update, [], lent=lent.digest, scanned=self._scanned, timeout_s=left
+                )
             except RollsyncError as error:
                 if error.reason != "MANIFEST_UNKNOWN":  # another engine process listens there now
                     raise
                 del self._told[client.address]
-        reply = client.update_from_ipc(update, lent.probed(), lent.placements, timeout_s=left)
+        reply = client.update_from_ipc(
+            update, lent.probed(), lent.placements, scanned=self._scanned, timeout_s=left
+        )
         self._told[client.address] = lent.digest
         return reply
 
@@ -99,11 +112,6 @@ class IpcArena(Sender):
         self._lent = None
         if self._lending is not None:
             self._lending.close()
-
-
-def _on_gpus(source: Source) -> bool:
-    """Whether all of a source's tensors lie on GPUs."""
-    return all(tensor.device.type == "cuda" for _, tensor in source)
 
 
 def release_everywhere(allocation_ids: str | Sequence[str], clients: Sequence[WeightsClient]) -> None:

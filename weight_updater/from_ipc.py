@@ -21,7 +21,7 @@ from weight_updater.checksum import checksum
 from weight_updater.device_memory import MappedAllocation
 from weight_updater.device_scan import side_stream
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.lent_tensors import take_lent
+from weight_updater.lent_tensors import LentTensors, take_lent
 from weight_updater.plan import Plan
 from weight_updater.requests import CudaIpcRegion, FromIpc, RegionPlacement, ShmSegment
 from weight_updater.shm import SharedSegment
@@ -141,6 +141,7 @@ class Mappings:
         self.device = device
         self._mappings: OrderedDict[str, _Shared | _OnGpu] = OrderedDict()
         self._lent: OrderedDict[str, FromIpc] = OrderedDict()
+        self._arranged: dict[str, LentTensors] = {}  # by the digest of what was lent
         self._in_use: Counter[str] = Counter()  # allocations that a worker reads
         self._lock = threading.RLock()  # the loop releases, a worker opens
 
@@ -173,33 +174,52 @@ class Mappings:
     def recall(self, request: FromIpc) -> FromIpc:
         """The request with the regions and placements that it names by digest; others are remembered.
 
+        What comes back for memory on GPUs names its digest.
+
         Raises:
             UpdateRefused (MANIFEST_UNKNOWN): nothing that was lent has that digest.
         """
+        if not request.lent and not request.cuda_regions:
+            return request
+        digest = request.lent or request.digest()
         with self._lock:
             if not request.lent:
-                if request.cuda_regions:
-                    self._lent[request.digest()] = request
-                    while len(self._lent) > MAX_LENT:
-                        self._lent.popitem(last=False)
-                return request
-            known = self._lent.get(request.lent)
-            if known is None:
+                self._lent[digest] = request
+                while len(self._lent) > MAX_LENT:
+                    self._forget(next(iter(self._lent)))
+            if digest not in self._lent:
                 raise UpdateRefused(
                     Reason.MANIFEST_UNKNOWN,
-                    f"no regions with digest {request.lent} are known here; send them in full once",
+                    f"no regions with digest {digest} are known here; send them in full once",
                 )
-            self._lent.move_to_end(request.lent)
-            return replace(known, update_id=request.update_id, scanned=request.scanned)
+            self._lent.move_to_end(digest)
+            known = self._lent[digest]
+        return replace(known, update_id=request.update_id, lent=digest, scanned=request.scanned)
+
+    def arranged(self, digest: str, plan: Plan) -> LentTensors | None:
+        """The tensors of a remembered request for the same plan, if `keep` got them since it was mapped."""
+        with self._lock:
+            known = self._arranged.get(digest)
+        return known if known is not None and known.plan.slots is plan.slots else None
+
+    def keep(self, digest: str, lent: LentTensors) -> None:
+        """Keep a remembered request's tensors, until it is forgotten or a region of it is unmapped."""
+        with self._lock:
+            if digest in self._lent:
+                self._arranged[digest] = lent
+
+    def _forget(self, digest: str) -> None:
+        del self._lent[digest]
+        self._arranged.pop(digest, None)
 
     @contextmanager
-    def using(self, regions: Sequence[Region]) -> Iterator[list[Mapping]]:
-        """Map regions, none of which is unmapped before the block ends."""
+    def using(self, regions: Sequence[Region]) -> Iterator[None]:
+        """Unmap none of the regions before the block ends."""
         held = [region.allocation_id for region in regions]
         with self._lock:
             self._in_use.update(held)
         try:
-            yield [self.open(region) for region in regions]
+            yield
         finally:
             with self._lock:
                 self._in_use.subtract(held)
@@ -237,7 +257,7 @@ class Mappings:
         self._mappings.pop(allocation_id).close()
         for digest, lent in list(self._lent.items()):
             if any(region.allocation_id == allocation_id for region in lent.all_regions):
-                del self._lent[digest]
+                self._forget(digest)
 
 
 def _describe(region: Region) -> str:
@@ -263,21 +283,33 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
             f"{len(request.cuda_regions)} regions are CUDA memory, but this engine's weights are not on a "
             f"CUDA device; lend POSIX shared memory, or use another path",
         )
+    if request.cuda_regions:
+        _receive_from_gpu(request, sink, mappings, arena, adopt=adopt)
+        return
     placements = _placements(request, sink.plan, arena, adopt=adopt)
-    with mappings.using(request.all_regions) as mapped, side_stream(mappings.device):
-        regions = [mapping.data for mapping in mapped]
-        if request.cuda_regions:
-            sizes = sink.plan.sizes
-            lent = [
-                (place.tensor, regions[place.handle].narrow(0, place.offset, sizes[place.tensor]))
-                for place in placements
-            ]
-            take_lent(sink, lent, mappings.device, scanned=request.scanned)
-            return
+    with mappings.using(request.regions), side_stream(mappings.device):
+        regions = [mappings.open(region).data for region in request.regions]
         for handle, region in enumerate(regions):
             here = [place for place in placements if place.handle == handle]
             sink.write_whole([place.tensor for place in here], [place.offset for place in here], region)
         sink.flush()
+
+
+def _receive_from_gpu(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, adopt: bool) -> None:
+    with mappings.using(request.cuda_regions), side_stream(mappings.device):
+        lent = mappings.arranged(request.lent, sink.plan)
+        if lent is None:
+            placements = _placements(request, sink.plan, arena, adopt=adopt)
+            regions = [mappings.open(region).data for region in request.cuda_regions]
+            sizes = sink.plan.sizes
+            tensors = [
+                (place.tensor, regions[place.handle].narrow(0, place.offset, sizes[place.tensor]))
+                for place in placements
+            ]
+            lent = LentTensors(sink.plan, tensors)
+            if not adopt:
+                mappings.keep(request.lent, lent)
+        take_lent(sink, lent, mappings.device, scanned=request.scanned)
 
 
 def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> list[RegionPlacement]:

@@ -8,23 +8,51 @@ the commit, which hashes in the same pass, and a difference found there tears th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.checksum import Scan, unfinish
 from weight_updater.device_scan import copy_many, is_fast, scan_many
+from weight_updater.plan import Plan
 from weight_updater.sink import Sink
 
+T = TypeVar("T")
 
-def take_lent(
-    sink: Sink, lent: Sequence[tuple[int, torch.Tensor]], device: torch.device, *, scanned: bool
-) -> None:
+MAX_MADE = 4
+"""Ways of copying that are kept: into staging and into the live slots, and their like."""
+
+
+class LentTensors:
+    """Whole tensors of a manifest in a trainer's memory, and how they are copied; the same in every step.
+
+    Args:
+        plan: of the updates that they are for.
+        tensors: (tensor of the manifest, its bytes as [n] uint8).
+    """
+
+    def __init__(self, plan: Plan, tensors: Sequence[tuple[int, torch.Tensor]]) -> None:
+        self.plan = plan
+        self.tensors = tensors
+        self._made: dict[object, Any] = {}
+
+    def made(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` gives, which depends on `key` alone (an address, say); made once."""
+        if key not in self._made:
+            if len(self._made) >= MAX_MADE:
+                self._made.clear()
+            self._made[key] = make()
+        value: T = self._made[key]
+        return value
+
+
+def take_lent(sink: Sink, offered: LentTensors, device: torch.device, *, scanned: bool) -> None:
     """Take whole tensors that lie in GPU memory.
 
     Args:
-        lent: tensors of the manifest and their bytes, [n] uint8, reachable from `device`.
+        offered: the tensors; reachable from `device`.
         device: of the destination, or of the live weights.
         scanned: the trainer has hashed them and found no value that is not finite; only a borrowing sink
             relies on that.
@@ -32,7 +60,8 @@ def take_lent(
     Raises:
         UpdateRefused: BAD_CHUNK; or whatever ended the update in the meantime.
     """
-    plan = sink.plan
+    plan, lent = sink.plan, offered.tensors
+    sink.offered.append(offered)
     fast = is_fast(device) and (sink.destination is None or sink.destination.device == device)
     together: list[tuple[int, torch.Tensor]] = []
     for index, data in lent:
@@ -53,7 +82,7 @@ def take_lent(
     sink.claim_whole(together)
     found: list[Scan] = []
     try:
-        found = _read(sink, together, device)
+        found = _read(sink, offered, together, device)
     finally:
         sink.settle_whole([index for index, _ in together], found)
 
@@ -71,7 +100,9 @@ def _trust(sink: Sink, lent: Sequence[tuple[int, torch.Tensor]]) -> None:
     sink.settle_whole([index for index, _ in lent], found)
 
 
-def _read(sink: Sink, lent: Sequence[tuple[int, torch.Tensor]], device: torch.device) -> list[Scan]:
+def _read(
+    sink: Sink, offered: LentTensors, lent: Sequence[tuple[int, torch.Tensor]], device: torch.device
+) -> list[Scan]:
     """Borrow or store tensors of their slots' dtypes; what was found in each, if anything was sought."""
     places = [sink.plan.slot(index) for index, _ in lent]
     find_nonfinite = sink.finds_nonfinite
@@ -80,8 +111,13 @@ def _read(sink: Sink, lent: Sequence[tuple[int, torch.Tensor]], device: torch.de
     if sink.destination is None:
         sink.borrowed.update(lent)
         return scan_many([data for _, data in lent], device, dtypes) if sought else []
-    pairs = [
-        (sink.destination[place.offset : place.offset + data.numel()], data)
-        for place, (_, data) in zip(places, lent, strict=True)
-    ]
+    destination = sink.destination
+
+    def into_place() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [
+            (destination[place.offset : place.offset + data.numel()], data)
+            for place, (_, data) in zip(places, lent, strict=True)
+        ]
+
+    pairs = offered.made(destination.data_ptr(), into_place)
     return copy_many(pairs, device, dtypes if sought else None)

@@ -11,6 +11,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.plan import Plan
 from weight_updater.requests import ITEMSIZE, TensorSpec
 from weight_updater.slot_scan import scan_rows
+
+if TYPE_CHECKING:
+    from weight_updater.lent_tensors import LentTensors
 
 _MASK = (1 << 64) - 1
 
@@ -50,11 +54,12 @@ class Sink:
         self.destination = destination
         self.received_bytes = 0
         self.borrowed: dict[int, torch.Tensor] = {}  # tensor -> its bytes in the trainer's memory
+        self.offered: list[LentTensors] = []  # what it borrowed many of them from
         self.promised: set[int] = set()  # of these, those that the trainer has hashed and nobody else yet
         self.extra_bytes = 0
         self._arena = arena
         self._hashing = hashing
-        self._find_nonfinite = find_nonfinite
+        self.finds_nonfinite = find_nonfinite
         self._arrivals = [Arrival() for _ in plan.slots]
         on_cpu = destination is None or destination.device.type == "cpu"
         self._small = plan.small if on_cpu else [False] * len(plan.small)
@@ -141,27 +146,30 @@ class Sink:
     def claim_whole(self, lent: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Account for whole tensors that somebody else puts into their places; then call `settle_whole`.
 
-        Args:
-            lent: tensors of the manifest that have a slot, and their bytes as for `write`.
-
         Raises:
-            UpdateRefused: BAD_CHUNK; or whatever ended the update in the meantime. None is accounted for.
+            UpdateRefused: as `write` does; then none is accounted for.
         """
-        claimed = 0
-        try:
+        sizes, num_bytes = self.plan.sizes, 0
+        seen: set[int] = set()
+        with self._changed:
+            if self._ended_by is not None:
+                raise self._ended_by
             for index, data in lent:
-                self._begin_write(index, 0, data)
-                claimed += 1
-        except UpdateRefused:
-            with self._changed:
-                self._num_writing -= claimed
-                self._changed.notify_all()
-            raise
+                spec, end = self.plan.manifest.tensors[index], data.numel()
+                if end != sizes[index]:
+                    raise bad_chunk(spec, 0, end, f"is not the whole tensor of {sizes[index]} bytes")
+                if self._arrivals[index].spans or index in seen:
+                    raise bad_chunk(spec, 0, end, overlap((0, end)))
+                seen.add(index)
+            for index, data in lent:
+                if end := data.numel():
+                    self._arrivals[index].spans.append((0, end))
+                    num_bytes += end
+            self.received_bytes += num_bytes
+            self._num_writing += len(lent)
 
     def settle_whole(self, indexes: Sequence[int], found: Sequence[Scan]) -> None:
-        """The tensors of a `claim_whole` are in place. found: what a scan saw in the first so many of them;
-        fewer than `indexes`, or none, where nothing was looked for or it failed.
-        """
+        """The tensors of a `claim_whole` are in place. found: what a scan saw in them; none without one."""
         with self._changed:
             for index, scanned in zip(indexes, found, strict=False):
                 arrival = self._arrivals[index]
@@ -172,10 +180,6 @@ class Sink:
     def is_hashed(self, index: int) -> bool:
         """Whether the checksum of what arrives of a tensor will be asked for."""
         return self._hashing or index in self.plan.twins or index in self.plan.twins.values()
-
-    @property
-    def finds_nonfinite(self) -> bool:
-        return self._find_nonfinite
 
     def flush(self) -> None:
         """Until all that was written lies in its place, and what it came from may change."""
@@ -303,7 +307,7 @@ class Sink:
         written = region[start + first * itemsize : start + (first + count) * itemsize]
         cast_into(written.view(dtype), as_dtype(data, TORCH_DTYPES[spec.dtype]))
         total = scan(data, offset).total if self.is_hashed(index) else 0
-        return total, self._find_nonfinite and has_nonfinite(written.view(dtype))
+        return total, self.finds_nonfinite and has_nonfinite(written.view(dtype))
 
     def _write_small(self, indexes: list[int], positions: list[int], data: torch.Tensor) -> None:
         """Take small whole tensors that lie at `positions` of `data`, all of which `self._small` allows."""
@@ -363,7 +367,7 @@ class Sink:
             members.append(index)
             starts.append(offset)
         for (nbytes, name), (members, starts) in alike.items():
-            dtype = TORCH_DTYPES[name] if self._find_nonfinite else None
+            dtype = TORCH_DTYPES[name] if self.finds_nonfinite else None
             for index, found in zip(members, scan_rows(buffer, starts, nbytes, dtype), strict=True):
                 self._arrivals[index].total = found.total
                 self._arrivals[index].nonfinite = found.nonfinite
@@ -374,7 +378,7 @@ class Sink:
         place, spec = self.plan.slot(index), self.plan.manifest.tensors[index]
         if self.plan.same_dtype(index):
             return self._inspect(index, offset, data, TORCH_DTYPES[place.dtype])
-        nonfinite = self._find_nonfinite and any(
+        nonfinite = self.finds_nonfinite and any(
             has_nonfinite(piece)
             for _, piece in cast_pieces(as_dtype(data, TORCH_DTYPES[spec.dtype]), TORCH_DTYPES[place.dtype])
         )
@@ -382,9 +386,9 @@ class Sink:
 
     def _inspect(self, index: int, offset: int, data: torch.Tensor, dtype: torch.dtype) -> tuple[int, bool]:
         if self.is_hashed(index):
-            found = scan(data, offset, dtype if self._find_nonfinite else None)
+            found = scan(data, offset, dtype if self.finds_nonfinite else None)
             return found.total, found.nonfinite
-        return 0, self._find_nonfinite and has_nonfinite(as_dtype(data, dtype))
+        return 0, self.finds_nonfinite and has_nonfinite(as_dtype(data, dtype))
 
     def _scratch_of_twin(self, index: int) -> torch.Tensor:
         """Room for a twin that arrives in another dtype than its writer, so that both can be compared."""

@@ -30,6 +30,8 @@ FEW_COPIES = 4
 """Up to so many copies are queued one by one; more are faster in one launch, where there is a kernel."""
 
 Ranges = Sequence[tuple[int, int]]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""(destination, source), each [n] uint8."""
 
 
 def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -225,15 +227,20 @@ class CopyBorrowed:
         self._device = target.device
         self._sink = sink
         self._promised = sorted(sink.promised)
-        self._watched = [
-            (target.arena.slot_view(live, sink.plan.slot(index).name).view(-1).view(torch.uint8), source)
-            for index, source in ((index, sink.borrowed[index]) for index in self._promised)
-        ]
-        self._copies = _merge(target, sink, live)
+
+        def pairs() -> tuple[Pairs, Pairs]:
+            return self._pairs_to_watch(target, live), _merge(target, sink, live)
+
+        if len(sink.offered) == 1:  # the same tensors as in the step before, mostly
+            key = (live.data_ptr(), frozenset(sink.promised))
+            self._watched, self._copies = sink.offered[0].made(key, pairs)
+        else:
+            self._watched, self._copies = pairs()
+        tensors = sink.plan.manifest.tensors
         self._casts = [
             (
                 target.arena.slot_view(live, sink.plan.slot(index).name).view(-1),
-                as_dtype(sink.borrowed[index], TORCH_DTYPES[sink.plan.manifest.tensors[index].dtype]),
+                as_dtype(sink.borrowed[index], TORCH_DTYPES[tensors[index].dtype]),
             )
             for index in sink.plan.applied
             if index in sink.borrowed and not sink.plan.same_dtype(index)
@@ -248,6 +255,13 @@ class CopyBorrowed:
         for destination, source in self._casts:
             cast_into(destination, source)
         self._copy_watched()
+
+    def _pairs_to_watch(self, target: WeightTarget, live: torch.Tensor) -> Pairs:
+        arena, plan, borrowed = target.arena, self._sink.plan, self._sink.borrowed
+        return [
+            (arena.slot_view(live, plan.slot(index).name).view(-1).view(torch.uint8), borrowed[index])
+            for index in self._promised
+        ]
 
     def _copy_watched(self) -> None:
         """Copy and hash; raise WeightsTorn if what was read is not what the trainer promised."""
@@ -269,7 +283,7 @@ class CopyBorrowed:
         return False
 
 
-def _merge(target: WeightTarget, sink: Sink, live: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _merge(target: WeightTarget, sink: Sink, live: torch.Tensor) -> Pairs:
     """(destination, source) pairs of bytes; tensors that are neighbours on both sides become one.
 
     Neighbours in the arena have only padding between them. Padding of the trainer's may come along.

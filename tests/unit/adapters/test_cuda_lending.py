@@ -1,0 +1,183 @@
+"""Which handles a trainer lends for its CUDA tensors; allocations are a stand-in, on the CPU."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+from trainers_adapters import cuda_lending
+from trainers_adapters.cuda_lending import CudaLending, Lent
+from weight_updater.arena import DTYPE_NAMES
+from weight_updater.checksum import checksum
+from weight_updater.device_memory import Allocation
+from weight_updater.requests import Manifest, TensorSpec
+
+
+class Memory:
+    """Allocations of a GPU that there is not."""
+
+    def __init__(self) -> None:
+        self.allocations: dict[int, tuple[torch.Tensor, bool]] = {}  # identity -> memory, shareable
+        self.next_identity = 1
+        self.freed: list[int] = []
+        self.num_handles = 0
+
+    def allocate(self, nbytes: int, *, shareable: bool = True) -> torch.Tensor:
+        data = torch.zeros(nbytes, dtype=torch.uint8)
+        self.allocations[self.next_identity] = (data, shareable)
+        self.next_identity += 1
+        return data
+
+    def renew(self, data: torch.Tensor) -> None:
+        """Free an allocation and get another at the same address."""
+        (identity,) = [one for one, (at, _) in self.allocations.items() if at is data]
+        self.allocations[self.next_identity] = self.allocations.pop(identity)
+        self.next_identity += 1
+
+    def allocation_of(self, address: int, index: int) -> Allocation:
+        for identity, (data, shareable) in self.allocations.items():
+            if data.data_ptr() <= address < data.data_ptr() + data.numel():
+                return Allocation(data.data_ptr(), data.numel(), identity, shareable)
+        raise AssertionError(f"{address} lies in no allocation")
+
+    def handle_of(self, allocation: Allocation, index: int) -> bytes | None:
+        self.num_handles += 1
+        return allocation.identity.to_bytes(64, "little") if allocation.shareable else None
+
+    def read(self, lent: Lent, at: int, spec: TensorSpec) -> torch.Tensor:
+        """What an engine would see of tensor `at`."""
+        place = lent.placements[at]
+        region = lent.regions[place.handle]
+        data, _ = self.allocations[int.from_bytes(region.handle, "little")]
+        assert place.offset + spec.nbytes <= region.size
+        start = region.offset + place.offset
+        dtype = {name: dtype for dtype, name in DTYPE_NAMES.items()}[spec.dtype]
+        return data[start : start + spec.nbytes].clone().view(dtype).view(spec.shape)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    made = Memory()
+
+    class Buffer:
+        def __init__(self, nbytes: int, device: torch.device) -> None:
+            self.nbytes = nbytes
+            self.data: torch.Tensor | None = made.allocate(nbytes)
+
+        def close(self) -> None:
+            made.freed.append(self.nbytes)
+            self.data = None
+
+    def bytes_at(address: int, nbytes: int, index: int) -> torch.Tensor:
+        found = made.allocation_of(address, index)
+        data, _ = made.allocations[found.identity]
+        return data[address - found.address :][:nbytes]
+
+    replaced = {
+        "allocation_of": made.allocation_of,
+        "handle_of": made.handle_of,
+        "identities_of": lambda places: [made.allocation_of(*place).identity for place in places],
+        "device_uuid": lambda index: "GPU-0",
+        "DeviceBuffer": Buffer,
+        "bytes_at": bytes_at,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(cuda_lending, name, value)
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    return made
+
+
+def view(data: torch.Tensor, start: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return data[start : start + count].view(dtype).view(shape)
+
+
+def manifest_of(named: dict[str, torch.Tensor]) -> Manifest:
+    return Manifest(tuple(TensorSpec(n, DTYPE_NAMES[t.dtype], tuple(t.shape)) for n, t in named.items()))
+
+
+def lend(lending: CudaLending, named: dict[str, torch.Tensor]) -> Lent:
+    return lending.lend(named.items(), manifest_of(named))
+
+
+def assert_seen(memory: Memory, lent: Lent, named: dict[str, torch.Tensor]) -> None:
+    for at, spec in enumerate(manifest_of(named).tensors):
+        assert torch.equal(memory.read(lent, at, spec), named[spec.name]), spec.name
+
+
+def test_one_region_for_each_allocation(memory: Memory) -> None:
+    first, second = memory.allocate(4096), memory.allocate(4096)
+    named = {
+        "a": view(first, 512, 4, 6),
+        "b": view(second, 0, 8),
+        "c": view(first, 1024, 3, 5, dtype=torch.float32),
+        "d": view(second, 18, 7),
+    }
+    for number, tensor in enumerate(named.values()):
+        tensor.fill_(number + 0.5)
+    lending = CudaLending()
+    lent = lend(lending, named)
+    assert [(region.offset, region.size) for region in lent.regions] == [(512, 572), (0, 32)]
+    assert len(lending.allocation_ids) == 2
+    assert_seen(memory, lent, named)
+    first_bytes = [checksum(view(first, 512, 24)), checksum(view(second, 0, 8))]
+    assert [region.probe_bytes for region in lent.regions] == [48, 16]
+    assert [region.probe_checksum for region in lent.probed()] == first_bytes
+    named["a"].fill_(9.0)
+    assert lend(lending, named) is lent, "nothing is made anew for another step"
+    assert memory.num_handles == 2
+    checksums, _ = lending.scan()
+    assert checksums == [checksum(tensor) for tensor in named.values()]
+
+
+def test_another_allocation_at_the_same_address_has_another_id(memory: Memory) -> None:
+    first, second = memory.allocate(4096), memory.allocate(4096)
+    named = {"a": view(first, 0, 4), "b": view(second, 0, 4)}
+    lending = CudaLending()
+    before = lend(lending, named)
+    memory.renew(first)
+    after = lend(lending, named)
+    assert after.digest != before.digest
+    kept = after.allocation_ids & before.allocation_ids
+    assert kept == {before.regions[1].allocation_id}
+    assert len(after.allocation_ids) == 2
+    assert_seen(memory, after, named)
+
+
+def test_what_has_no_handle_goes_through_a_buffer(memory: Memory) -> None:
+    shared, pieces = memory.allocate(4096), memory.allocate(4096, shareable=False)
+    named = {
+        "lent": view(shared, 0, 4, 4),
+        "pieces": view(pieces, 0, 3, 3),
+        "strided": view(shared, 512, 4, 6).t(),
+    }
+    lending = CudaLending()
+    for step in range(2):
+        for number, tensor in enumerate(named.values()):
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + 100 * step + number)
+        lent = lend(lending, named)
+        assert len(lent.regions) == 2
+        assert_seen(memory, lent, named)
+        assert lending.scan()[0] == [checksum(tensor) for tensor in named.values()]
+    named["more"] = view(pieces, 1024, 512)
+    larger = lend(lending, named)
+    assert memory.freed == [], "engines may have the old buffer mapped"
+    assert_seen(memory, larger, named)
+    gone = lent.allocation_ids - larger.allocation_ids
+    assert len(gone) == 1
+    lending.forget()
+    assert memory.freed == [512]
+    lending.close()
+    assert memory.freed == [512, 512 + 1024]
+    assert lending.allocation_ids == set()
+
+
+def test_a_source_must_yield_what_its_manifest_says(memory: Memory) -> None:
+    data = memory.allocate(4096)
+    named = {"a": view(data, 0, 4)}
+    with pytest.raises(ValueError, match=r"yields a .*float32.* where a bfloat16"):
+        CudaLending().lend({"a": view(data, 0, 4, dtype=torch.float32)}.items(), manifest_of(named))
