@@ -15,6 +15,8 @@ from rollout_engine.scheduler import Scheduler
 from rollout_engine.update_flow import Gate
 from rollout_engine.uploads import Uploads
 from weight_updater.checksum import fold
+from weight_updater.errors import Reason as UpdateReason
+from weight_updater.errors import UpdateRefused
 from weight_updater.updater import WeightUpdater
 
 MEMORY_TAGS = ("weights", "kv_cache", "graphs")
@@ -130,6 +132,7 @@ class Control:
                 self._updater.discard()
                 if self._updater.owns_memory:  # an adopted arena is the trainer's to free
                     released += self._runner.release_weights()
+                released += self._updater.buffers.release()
             elif tag == "kv_cache":
                 self._scheduler.flush()
                 released += self._runner.release_kv()
@@ -139,17 +142,29 @@ class Control:
     def resume_memory(self, command: messages.ResumeMemory) -> dict[str, Any]:
         """Take memory again. Weights come back without contents: a full update must commit."""
         tags = self._known_tags(command.tags or list(self.released_tags))
-        resumed = 0
-        for tag in tags:
-            if tag not in self.released_tags:
-                continue
-            if tag == "weights":
-                needed = self._runner.resume_weights()
-                resumed += needed if self._updater.owns_memory else 0
-            elif tag == "kv_cache":
-                resumed += self._runner.resume_kv()
-            self.released_tags.remove(tag)
+        try:
+            resumed = sum(self._resume(tag) for tag in tags)
+        except torch.OutOfMemoryError as error:
+            raise UpdateRefused(
+                UpdateReason.NO_MEMORY,
+                f"the device has not enough memory free to resume {', '.join(tags)}; free some, and call "
+                f"ResumeMemoryOccupation again ({error})",
+            ) from error
         return {"bytes": resumed, "needs_update": bool(self._updater.torn_reason)}
+
+    def _resume(self, tag: str) -> int:
+        """Take the memory of one tag again; bytes taken, 0 if it was not released."""
+        resumed = 0
+        if tag not in self.released_tags:
+            return 0
+        if tag == "weights":
+            needed = self._runner.resume_weights()
+            resumed += needed if self._updater.owns_memory else 0
+            resumed += self._updater.buffers.resume()
+        elif tag == "kv_cache":
+            resumed += self._runner.resume_kv()
+        self.released_tags.remove(tag)
+        return resumed
 
     def _known_tags(self, tags: list[str]) -> list[str]:
         if unknown := [tag for tag in tags if tag not in MEMORY_TAGS]:

@@ -97,7 +97,9 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
         kv_bytes=num_pages * bytes_per_page,
         bytes_per_page=bytes_per_page,
     )
-    uploads = Uploads(channel, config.upload_slots, config.max_message_bytes, config.lease_seconds)
+    uploads = Uploads(
+        channel, config.upload_slots, config.max_message_bytes, config.lease_seconds, runner.target.device
+    )
     info = _info(config, runner, updater, arithmetic)
     engine = Engine(
         runner=runner,

@@ -15,7 +15,10 @@ import torch
 from rollout_engine.channel import Channel
 from rollout_engine.messages import Chunk, ChunkTaken, EndOfChunks
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.pinned import register, unregister
 from weight_updater.shm import SharedSegment
+
+CPU = torch.device("cpu")
 
 
 class Uploads:
@@ -24,15 +27,25 @@ class Uploads:
     Args:
         slots: number of slots. slot_bytes: size of each.
         stall_seconds: a sender that is silent for so long ends its update.
+        device: of the weights; a GPU copies straight from the ring, which is page-locked for it.
     """
 
-    def __init__(self, channel: Channel, slots: int, slot_bytes: int, stall_seconds: float) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        slots: int,
+        slot_bytes: int,
+        stall_seconds: float,
+        device: torch.device = CPU,
+    ) -> None:
         self._channel = channel
         self.slots = slots
         self.slot_bytes = slot_bytes
         self._stall_seconds = stall_seconds
         self._segment = SharedSegment.create(slots * slot_bytes)
         self._ring = torch.frombuffer(self._segment.buf, dtype=torch.uint8)
+        self._device = device
+        self._registered = device.type == "cuda" and register(self._ring, device)
         self._lock = threading.Lock()
         self._feeds: dict[int, queue.SimpleQueue[Chunk | EndOfChunks]] = {}
 
@@ -105,6 +118,8 @@ class Uploads:
 
     def close(self) -> None:
         """Give the ring's memory back to the system."""
+        if self._registered:
+            unregister(self._ring, self._device)
         del self._ring
         self._segment.close()
         self._segment.unlink()

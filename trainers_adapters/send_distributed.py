@@ -9,10 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any, ClassVar
 
+import torch
+
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.sending import Outgoing, Sender
 from weight_updater.groups import SenderGroup
+from weight_updater.nccl import NCCL_BUCKET_BYTES
 from weight_updater.requests import BeginReply, InitGroup, Path, UpdateReply
 
 
@@ -24,18 +27,30 @@ class BroadcastGroup(Sender):
 
     Args:
         master_address: an address of this host that the engines can reach.
-        bucket_bytes: of one broadcast; 0 means 64 MiB.
+        bucket_bytes: of one broadcast; 0 means 64 MiB with gloo, 1 GiB with NCCL (of which the trainer's GPU
+            holds two).
         group_timeout_s: seconds for the rendezvous, and for each wait of the engines.
+        backend: "gloo" or "nccl"; "" takes nccl if the weights lie on a GPU. NCCL needs the engines on other
+            GPUs than the trainer's; it writes straight into their memory.
     """
 
     path: ClassVar[Path] = Path.DISTRIBUTED
 
     def __init__(
-        self, *, master_address: str = "127.0.0.1", bucket_bytes: int = 0, group_timeout_s: float = 30.0
+        self,
+        *,
+        master_address: str = "127.0.0.1",
+        bucket_bytes: int = 0,
+        group_timeout_s: float = 30.0,
+        backend: str = "",
     ) -> None:
+        if backend not in ("", "gloo", "nccl"):
+            raise ValueError(f"backend is {backend!r}; it must be gloo, nccl or empty")
         self._master_address = master_address
         self._bucket_bytes = bucket_bytes
         self._timeout_s = group_timeout_s
+        self._asked_backend = backend
+        self._backend = backend
         self._group: SenderGroup | None = None
         self._name = ""
         self._members: tuple[WeightsClient, ...] = ()
@@ -43,10 +58,13 @@ class BroadcastGroup(Sender):
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
         if self._group is None or self._members != tuple(clients):
             self.close()
-            self._open(tuple(clients))
-        return {"bucket_bytes": self._bucket_bytes}
+            device = next(iter(outgoing.source))[1].device
+            self._backend = self._asked_backend or ("nccl" if device.type == "cuda" else "gloo")
+            self._open(tuple(clients), device if device.type == "cuda" else None)
+        default = NCCL_BUCKET_BYTES if self._backend == "nccl" else 0
+        return {"bucket_bytes": self._bucket_bytes or default}
 
-    def _open(self, clients: tuple[WeightsClient, ...]) -> None:
+    def _open(self, clients: tuple[WeightsClient, ...], device: torch.device | None) -> None:
         """Rendezvous: both ends must be at it at once, so each engine's call runs in its own thread."""
         self._name = f"rollsync-{secrets.token_hex(8)}"
         port = _free_port(self._master_address)
@@ -54,7 +72,7 @@ class BroadcastGroup(Sender):
 
         def join(rank: int, client: WeightsClient) -> str:
             request = InitGroup(
-                self._name, self._master_address, port, rank, world_size, timeout_s=self._timeout_s
+                self._name, self._master_address, port, rank, world_size, self._backend, self._timeout_s
             )
             return client.init_group(request, timeout_s=self._timeout_s + 5)
 
@@ -62,7 +80,15 @@ class BroadcastGroup(Sender):
         with ThreadPoolExecutor(len(clients)) as pool:
             joining = [pool.submit(join, rank, client) for rank, client in enumerate(clients, start=1)]
             try:
-                self._group = SenderGroup(self._name, self._master_address, port, world_size, self._timeout_s)
+                self._group = SenderGroup(
+                    self._name,
+                    self._master_address,
+                    port,
+                    world_size,
+                    self._timeout_s,
+                    backend=self._backend,
+                    device=device,
+                )
                 for future in joining:
                     future.result()
             except BaseException as error:

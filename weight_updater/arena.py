@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weight_updater import virtual_memory
 from weight_updater.requests import Layout, Placement, align
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -97,9 +98,14 @@ class Arena:
         """The slot that holds `name`'s bytes: itself, or the target of an alias."""
         return self.aliases.get(name, name)
 
-    def allocate(self, device: torch.device, *, pin: bool = False) -> torch.Tensor:
-        """A zeroed uint8 buffer of `nbytes` bytes for this layout, 256-byte aligned."""
-        return aligned_zeros(self.nbytes, device, pin=pin)
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """A zeroed uint8 buffer of `nbytes` bytes for this layout, 256-byte aligned.
+
+        On a GPU its memory can be released and resumed (virtual_memory.py).
+        """
+        if device.type == "cuda":
+            return virtual_memory.allocate(self.nbytes, device)
+        return aligned_zeros(self.nbytes, device)
 
     def slot_view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
         """The slot `name` in `buffer`, in its dtype and shape; borrows `buffer`'s memory."""
@@ -117,13 +123,13 @@ class Arena:
         return buffer[offset : offset + nbytes].view(dtype).view(shape)
 
 
-def aligned_zeros(nbytes: int, device: torch.device, *, pin: bool = False) -> torch.Tensor:
+def aligned_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     """A zeroed uint8 tensor of `nbytes` bytes whose address is a multiple of 256.
 
     CPU allocators align to 64 bytes only, so a little more is taken and the start is shifted.
     """
     slack = 0 if device.type == "cuda" else 256
-    raw = torch.zeros(nbytes + slack, dtype=torch.uint8, device=device, pin_memory=pin)
+    raw = torch.zeros(nbytes + slack, dtype=torch.uint8, device=device)
     start = -raw.data_ptr() % 256
     return raw[start : start + nbytes]
 

@@ -8,31 +8,39 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from weight_updater.arena import WeightTarget
+from weight_updater.device_copies import HostRing, Lane, ring_to
+from weight_updater.device_sink import DeviceSink, make_sink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import conflict, plan_update
 from weight_updater.requests import FromDisk, Manifest, TensorSpec
 from weight_updater.safetensors_header import corrupt
 from weight_updater.safetensors_io import Checkpoint, open_checkpoint
-from weight_updater.sink import Sink
 
 CHUNK_BYTES = 4 << 20
-"""Bytes per read and per call of the sink; each thread holds one buffer of this size."""
+"""Bytes per read on a CPU; each thread holds one buffer of this size."""
 
 MAX_THREADS = 8
+MAX_THREADS_TO_DEVICE = 16
+"""Reading from the page cache is copying: it takes many cores to keep up with the link to a GPU."""
 
 
 class ByteSink(Protocol):
-    """What `receive` writes to; called by several threads at once, the buffer is reused on return."""
+    """What `receive` writes to; called by several threads at once. The buffer is reused on return, or (the
+    sink of a device) once its bytes have travelled.
+    """
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
+
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None: ...
 
 
 def allowed_directory(directory: str, roots: Sequence[str]) -> str:
@@ -72,15 +80,15 @@ def receive(
     *,
     needed: Collection[int] | None = None,
     num_threads: int = 0,
-    pin: bool = False,
+    ring: HostRing | None = None,
 ) -> None:
     """Read every needed tensor of `request.directory` into `sink`; blocks. WORKER.
 
     Args:
         manifest: what `read_manifest` gave when the update began; the files must still agree.
         needed: indexes of the tensors to read (`Plan.needed`); None reads all.
-        num_threads: 0 means one per core, up to 8.
-        pin: read through pinned buffers, for a sink on a GPU.
+        num_threads: 0 means one per core, up to 8 (16 for a device).
+        ring: page-locked slots to read into, for the sink of a device; None takes the process's own.
 
     Raises:
         UpdateRefused: FILE_CORRUPT if a file changed, was truncated or cannot be read; what
@@ -88,7 +96,7 @@ def receive(
     """
     with open_checkpoint(request.directory) as checkpoint:
         _check_agrees(checkpoint, manifest)
-        _read(checkpoint, sink, needed, num_threads, pin)
+        _read(checkpoint, sink, needed, num_threads, ring)
         checkpoint.check_unchanged()
 
 
@@ -112,8 +120,8 @@ def load_directory(target: WeightTarget, directory: str, *, num_threads: int = 0
         manifest = checkpoint.manifest
         plan = plan_update(target, manifest, partial=False, merged=False)
         hashing = any(tensor.checksum is not None for tensor in manifest.tensors)
-        sink = Sink(plan, target.arena, target.buffer, hashing=hashing, find_nonfinite=False)
-        _read(checkpoint, sink, plan.needed, num_threads, pin=target.device.type == "cuda")
+        sink = make_sink(plan, target.arena, target.buffer, hashing=hashing, find_nonfinite=False)
+        _read(checkpoint, sink, plan.needed, num_threads)
         checkpoint.check_unchanged()
     for index in plan.needed:
         tensor = manifest.tensors[index]
@@ -132,16 +140,21 @@ def load_directory(target: WeightTarget, directory: str, *, num_threads: int = 0
     return manifest
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes [start, start + size) of a tensor; they lie at `position` of an open file."""
+@dataclass(slots=True)
+class _Read:
+    """One read: `size` bytes at `position` of an open file.
 
-    tensor: int
-    start: int
-    size: int
+    tensors: whose bytes they are: several whole ones that start at `places` of what is read, or one, from
+        its byte `start` on.
+    """
+
+    file: str
     fd: int
     position: int
-    file: str
+    size: int
+    tensors: list[int]
+    places: list[int]
+    start: int
 
 
 def _check_agrees(checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -173,53 +186,114 @@ def _describe(spec: TensorSpec | None) -> str:
 
 
 def _read(
-    checkpoint: Checkpoint, sink: ByteSink, needed: Collection[int] | None, num_threads: int, pin: bool
+    checkpoint: Checkpoint,
+    sink: ByteSink,
+    needed: Collection[int] | None,
+    num_threads: int,
+    ring: HostRing | None = None,
 ) -> None:
+    """Read what is needed into `sink` by several threads; all bytes lie in their places when it returns."""
     wanted = range(len(checkpoint.tensors)) if needed is None else sorted(needed)
-    pieces = iter(_pieces(checkpoint, wanted))
-    turn = threading.Lock()
-    failed = threading.Event()
-
-    def work() -> None:
-        buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=pin)
-        view = buffer.numpy().data
-        while not failed.is_set():
-            with turn:
-                piece = next(pieces, None)
-            if piece is None:
-                return
+    if isinstance(sink, DeviceSink):
+        assert sink.destination is not None
+        ring = ring or ring_to(sink.destination.device)
+        num_threads = num_threads or min(MAX_THREADS_TO_DEVICE, os.cpu_count() or 1)
+        reads = _Reads(checkpoint, wanted, ring.slot_bytes)
+        with ring.lanes(sink.copies, num_threads) as lanes:
             try:
-                _fill(view[: piece.size], piece)
-                sink.write(piece.tensor, piece.start, buffer[: piece.size])
-            except BaseException:
-                failed.set()  # the others stop after their piece; the error is raised below
-                raise
+                _in_threads([partial(_read_to_device, reads, lane, sink) for lane in lanes])
+            finally:
+                sink.flush()  # before the slots are somebody else's, or the error is told
+    else:
+        num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
+        reads = _Reads(checkpoint, wanted, CHUNK_BYTES)
+        _in_threads([partial(_read_to_host, reads, sink)] * num_threads)
 
-    num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="read-weights") as pool:
-        workers = [pool.submit(work) for _ in range(num_threads)]
+
+def _read_to_host(reads: _Reads, sink: ByteSink) -> None:
+    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    view = buffer.numpy().data
+    for read in reads.take():
+        _fill(view[: read.size], read)
+        _give(read, buffer, sink)
+
+
+def _read_to_device(reads: _Reads, lane: Lane, sink: ByteSink) -> None:
+    for read in reads.take():
+        slot, view = lane.next()
+        _fill(view[: read.size], read)
+        _give(read, slot, sink)
+        lane.sent()
+
+
+def _give(read: _Read, buffer: torch.Tensor, sink: ByteSink) -> None:
+    if len(read.tensors) > 1:
+        sink.write_whole(read.tensors, read.places, buffer[: read.size])
+    else:
+        sink.write(read.tensors[0], read.start, buffer[: read.size])
+
+
+def _in_threads(work: Sequence[Callable[[], None]]) -> None:
+    with ThreadPoolExecutor(len(work), thread_name_prefix="read-weights") as pool:
+        workers = [pool.submit(one) for one in work]
     for worker in workers:
         worker.result()
 
 
-def _pieces(checkpoint: Checkpoint, wanted: Collection[int]) -> list[_Piece]:
-    pieces = []
+class _Reads:
+    """The reads of a checkpoint, handed out to threads one by one until one of them fails."""
+
+    def __init__(self, checkpoint: Checkpoint, wanted: Collection[int], most_bytes: int) -> None:
+        self._left = iter(_plan_reads(checkpoint, wanted, most_bytes))
+        self._turn = threading.Lock()
+        self._failed = False
+
+    def take(self) -> Iterator[_Read]:
+        """Reads for one thread, as long as there are any."""
+        while True:
+            with self._turn:
+                read = None if self._failed else next(self._left, None)
+            if read is None:
+                return
+            done = False
+            try:
+                yield read
+                done = True
+            finally:
+                self._failed = self._failed or not done  # the others stop after what they are at
+
+
+def _plan_reads(checkpoint: Checkpoint, wanted: Collection[int], most_bytes: int) -> list[_Read]:
+    """Cut the wanted tensors into reads of up to `most_bytes`; neighbours in a file share one."""
+    reads: list[_Read] = []
+    last: _Read | None = None  # to which whole tensors may be added
     for index in wanted:
         stored = checkpoint.tensors[index]
-        nbytes, fd = stored.spec.nbytes, checkpoint.files[stored.file]
-        for start in range(0, nbytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, nbytes - start)
-            pieces.append(_Piece(index, start, size, fd, stored.offset + start, stored.file))
-    return pieces
+        nbytes, position, fd = stored.spec.nbytes, stored.offset, checkpoint.files[stored.file]
+        if (
+            last is not None
+            and last.fd == fd
+            and last.position + last.size == position
+            and last.size + nbytes <= most_bytes
+        ):
+            last.tensors.append(index)
+            last.places.append(last.size)
+            last.size += nbytes
+            continue
+        for start in range(0, nbytes, most_bytes):
+            size = min(most_bytes, nbytes - start)
+            reads.append(_Read(stored.file, fd, position + start, size, [index], [0], start))
+        last = reads[-1] if 0 < nbytes <= most_bytes else None
+    return reads
 
 
-def _fill(view: memoryview, piece: _Piece) -> None:
+def _fill(view: memoryview, read: _Read) -> None:
     filled = 0
-    while filled < piece.size:
+    while filled < read.size:
         try:
-            count = os.preadv(piece.fd, [view[filled:]], piece.position + filled)
+            count = os.preadv(read.fd, [view[filled:]], read.position + filled)
         except OSError as error:
-            raise corrupt(piece.file, f"it cannot be read: {os.strerror(error.errno or 0)}") from error
+            raise corrupt(read.file, f"it cannot be read: {os.strerror(error.errno or 0)}") from error
         if not count:
-            raise corrupt(piece.file, "it was truncated while it was read")
+            raise corrupt(read.file, "it was truncated while it was read")
         filled += count

@@ -7,20 +7,27 @@ with each other, before the first collective of the update.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
 
 from weight_updater.buckets import plan_buckets
 from weight_updater.groups import GroupRegistry
+from weight_updater.nccl_receiver import NcclReceiver
 from weight_updater.requests import FromDistributed, Manifest
 
 
 class ByteSink(Protocol):
-    """What `receive` writes to; the bytes it gives are overwritten after the call."""
+    """What `receive` writes to; bytes are overwritten later, in the order of a device's copies."""
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
+
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None: ...
+
+    def flush(self) -> None:
+        """Until all that was written lies in its place, and what it came from may change."""
+        ...
 
 
 def receive(
@@ -50,11 +57,18 @@ def receive(
     with groups.use(request.group_name) as group:
         timeout_s = request.timeout_s or group.request.timeout_s
         limit = time.monotonic() + request.timeout_s if request.timeout_s else None
+        if isinstance(group, NcclReceiver):
+            group.receive(plan, sink, wanted, timeout_s, limit)
+            return
         group.receive_header(plan, timeout_s, limit)
         for bucket in range(len(plan)):
             data = group.next_bucket(bucket, timeout_s, limit)
-            for piece in plan.pieces(bucket):
-                if piece.tensor in wanted:
+            pieces = [piece for piece in plan.pieces(bucket) if piece.tensor in wanted]
+            whole = [piece for piece in pieces if plan.is_whole(piece)]
+            sink.write_whole([piece.tensor for piece in whole], [piece.position for piece in whole], data)
+            for piece in pieces:
+                if not plan.is_whole(piece):
                     sink.write(piece.tensor, piece.start, data[piece.position : piece.position + piece.size])
+            sink.flush()  # the bytes have left the bucket
             group.free()
         group.receive_end(timeout_s, limit)

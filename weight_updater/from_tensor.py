@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from weight_updater.cast import bytes_over
+from weight_updater.device_copies import Mark
+from weight_updater.device_sink import DeviceSink
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.requests import FromTensor
+from weight_updater.pinned import PinnedSegments
+from weight_updater.requests import FromTensor, ShmSegment
 from weight_updater.shm import SharedSegment
 from weight_updater.sink import Sink
+
+COPY_BYTES = 128 << 20
+"""Bytes of one copy from a segment to a device."""
+
+MAX_QUEUED = 3
+"""Copies from a segment that are queued behind the one that runs."""
 
 Chunks = Iterable[tuple[int | None, int, torch.Tensor]]
 """(tensor of the manifest, byte offset in it, [n] uint8), in any order and of any size. No tensor: the offset
@@ -18,39 +28,93 @@ counts in all tensors packed in the manifest's order, each 256-byte aligned, of 
 """
 
 
-def receive(request: FromTensor, sink: Sink, chunks: Chunks | None) -> None:
+def receive(
+    request: FromTensor, sink: Sink, chunks: Chunks | None, segments: PinnedSegments | None = None
+) -> None:
     """Write what a client sends into `sink`.
 
     Args:
         request: names a segment in which the manifest's tensors lie packed, or none.
         chunks: what the client streams, if no segment is named.
+        segments: keeps segments that a device reads; None maps the segment for this call only.
 
     Raises:
         UpdateRefused: MEMORY_UNAVAILABLE, BAD_CHUNK, INVALID_UPDATE.
     """
     if request.segment is not None:
-        _read_segment(request, sink)
+        _check_size(request.segment, sink)
+        if segments is not None:
+            with segments.use(request.segment) as data:
+                _read_segment(data, sink)
+        else:
+            with SharedSegment.open(request.segment) as segment:
+                _read_segment(bytes_over(segment.buf), sink)
     elif chunks is not None:
         for index, offset, data in chunks:
             if index is None:
                 sink.write_packed(offset, data)
             else:
                 sink.write(index, offset, data)
+            sink.flush()  # the bytes are the client's again when the next ones are asked for
     else:
         raise UpdateRefused(Reason.INVALID_UPDATE, "the tensor path needs a shared-memory segment or chunks")
 
 
-def _read_segment(request: FromTensor, sink: Sink) -> None:
-    assert request.segment is not None
-    plan, size = sink.plan, request.segment.size
+def _check_size(segment: ShmSegment, sink: Sink) -> None:
+    plan = sink.plan
     end = max(offset + nbytes for offset, nbytes in zip(plan.packed_offsets, plan.sizes, strict=True))
-    if size < end:
+    if segment.size < end:
         raise UpdateRefused(
             Reason.MEMORY_UNAVAILABLE,
-            f"shared-memory segment {request.segment.name} has {size} bytes, the manifest's "
+            f"shared-memory segment {segment.name} has {segment.size} bytes, the manifest's "
             f"{len(plan.sizes)} tensors packed in order, each 256-byte aligned, need {end}",
         )
-    with SharedSegment.open(request.segment) as segment:
-        data = bytes_over(segment.buf)
+
+
+def _read_segment(data: torch.Tensor, sink: Sink) -> None:
+    """Write the needed tensors of a segment; none of its bytes is on its way any more on return."""
+    plan = sink.plan
+    if not isinstance(sink, DeviceSink):
         sink.write_whole(plan.needed, [plan.packed_offsets[index] for index in plan.needed], data)
-        del data
+        return
+    queued: deque[Mark] = deque()
+    try:
+        for indexes in _batches(plan.needed, plan.sizes):
+            first = plan.packed_offsets[indexes[0]]
+            if len(indexes) > 1:
+                end = plan.packed_offsets[indexes[-1]] + plan.sizes[indexes[-1]]
+                positions = [plan.packed_offsets[index] - first for index in indexes]
+                sink.write_whole(indexes, positions, data[first:end])
+            else:
+                _write_large(sink, indexes[0], data[first : first + plan.sizes[indexes[0]]], queued)
+            _queue_mark(sink, queued)
+    finally:
+        sink.flush()
+
+
+def _batches(indexes: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Cut into runs of tensors of together about COPY_BYTES, or single larger ones."""
+    batch: list[int] = []
+    num_bytes = 0
+    for index in indexes:
+        if batch and num_bytes + sizes[index] > COPY_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(index)
+        num_bytes += sizes[index]
+    if batch:
+        yield batch
+
+
+def _write_large(sink: DeviceSink, index: int, data: torch.Tensor, queued: deque[Mark]) -> None:
+    for start in range(0, data.numel(), COPY_BYTES):
+        if start:
+            _queue_mark(sink, queued)
+        sink.write(index, start, data[start : start + COPY_BYTES])
+
+
+def _queue_mark(sink: DeviceSink, queued: deque[Mark]) -> None:
+    """Keep the queue of copies short: the link stays busy, and an update that is aborted ends soon."""
+    queued.append(sink.copies.mark())
+    if len(queued) > MAX_QUEUED:
+        queued.popleft().wait()

@@ -29,7 +29,8 @@ import torch
 
 from weight_updater.buckets import plan_buckets
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.gloo import GlooGroup, Member
+from weight_updater.gloo import GlooGroup
+from weight_updater.meeting import Member
 from weight_updater.requests import Manifest, ShmSegment, TensorSpec
 from weight_updater.shm import SharedSegment
 

@@ -16,7 +16,7 @@ import torch
 
 from weight_updater.buckets import BucketPlan
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
-from weight_updater.gloo import Member
+from weight_updater.meeting import HeaderRefused, Member
 from weight_updater.requests import InitGroup
 from weight_updater.shm import SharedSegment
 
@@ -25,10 +25,6 @@ START_S = 60.0
 
 _GRACE_S = 2.0  # the child reports its own timeouts; ours comes a little later, for a child that hangs
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV")
-
-
-class HeaderRefused(UpdateRefused):
-    """The ranks disagree about what would be sent. All of them know, so the group stays usable."""
 
 
 class ChildGroup:

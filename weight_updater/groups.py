@@ -1,34 +1,59 @@
 """Process groups of the distributed path, by name: the engine's registry, and the trainer's rank 0.
 
 The engine's side of a gloo group lives in a child process (gloo_child.py): what a wrong or dying sender
-does to it cannot reach the engine. A group that failed is torn down at once, and may be made anew under the
-same name.
+does to it cannot reach the engine. That of an NCCL group writes to this process's GPU itself (nccl.py). A
+group that failed is torn down at once, and may be made anew under the same name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from weight_updater import nccl
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.buckets import BucketPlan, plan_buckets
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
-from weight_updater.gloo import GlooGroup, Member, listen
-from weight_updater.gloo_parent import ChildGroup, HeaderRefused
+from weight_updater.gloo import GlooGroup
+from weight_updater.gloo_parent import ChildGroup
+from weight_updater.meeting import HeaderRefused, Member, listen
+from weight_updater.nccl import NcclGroup
+from weight_updater.nccl_receiver import NcclReceiver
 from weight_updater.requests import InitGroup, Manifest
 
-BACKENDS = ("gloo",)
+CPU = torch.device("cpu")
+
+Joined = ChildGroup | NcclReceiver
 
 
 class GroupRegistry:
-    """The groups that an engine has joined. Safe to use by any thread."""
+    """The groups that an engine has joined. Safe to use by any thread.
 
-    def __init__(self) -> None:
+    Args:
+        device: of the weights.
+        make_nccl: makes the engine's side of an NCCL group.
+    """
+
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        make_nccl: Callable[[InitGroup, torch.device], NcclReceiver] = NcclReceiver,
+    ) -> None:
+        self._device = device
+        self._make_nccl = make_nccl
         self._lock = threading.Lock()
-        self._groups: dict[str, tuple[ChildGroup, threading.Lock]] = {}
+        self._groups: dict[str, tuple[Joined, threading.Lock]] = {}
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """What groups may use here; the first one is the default."""
+        return ("nccl", "gloo") if self._device.type == "cuda" and nccl.is_available() else ("gloo",)
 
     def init(self, request: InitGroup) -> str:
         """WORKER. Join a group; blocks up to its timeout (and the second or two that a process takes to
@@ -41,21 +66,22 @@ class GroupRegistry:
             UpdateRefused: INVALID_UPDATE; GROUP_EXISTS; TIMEOUT or PEER_LOST naming group, rank, world size
                 and address.
         """
-        _check(request)
+        _check(request, self.backends)
+        backend = request.backend or self.backends[0]
         self._remove_dead(request.group_name)
         busy = threading.Lock()
         with busy:
             with self._lock:
                 if request.group_name in self._groups:
                     raise _exists(request.group_name)
-                group = ChildGroup(request)
+                group = self._make(request, backend)
                 self._groups[request.group_name] = group, busy
             try:
                 group.join()
             except UpdateError:
                 self._forget(group)
                 raise
-        return BACKENDS[0]
+        return backend
 
     def destroy(self, name: str) -> bool:
         """WORKER. Leave a group, also while it is joined or used; False if there is none of that name."""
@@ -70,7 +96,7 @@ class GroupRegistry:
         return True
 
     @contextlib.contextmanager
-    def use(self, name: str) -> Iterator[ChildGroup]:
+    def use(self, name: str) -> Iterator[Joined]:
         """WORKER. A group, for one receive. After an error it is torn down, unless it is HeaderRefused.
 
         Raises:
@@ -110,6 +136,9 @@ class GroupRegistry:
         for name in self.names:
             self.destroy(name)
 
+    def _make(self, request: InitGroup, backend: str) -> Joined:
+        return self._make_nccl(request, self._device) if backend == "nccl" else ChildGroup(request)
+
     def _remove_dead(self, name: str) -> None:
         with self._lock:
             found = self._groups.get(name)
@@ -127,7 +156,7 @@ class GroupRegistry:
         self._forget(group)
         group.close()
 
-    def _forget(self, group: ChildGroup) -> None:
+    def _forget(self, group: Joined) -> None:
         """Take a group out, unless its name belongs to another one by now."""
         name = group.request.group_name
         with self._lock:
@@ -143,13 +172,23 @@ class SenderGroup:
         master_port: 0 takes a free one; see `port`.
         world_size: this rank and all engines.
         timeout_s: for the rendezvous, and for each wait of a broadcast.
+        backend: "gloo", or "nccl" for engines on GPUs.
+        device: with nccl: the GPU that broadcasts, which no engine may use; None is the current one.
 
     Raises:
         UpdateRefused: INVALID_UPDATE; TIMEOUT or PEER_LOST if not all engines come.
     """
 
     def __init__(
-        self, group_name: str, master_address: str, master_port: int, world_size: int, timeout_s: float = 30.0
+        self,
+        group_name: str,
+        master_address: str,
+        master_port: int,
+        world_size: int,
+        timeout_s: float = 30.0,
+        *,
+        backend: str = "gloo",
+        device: torch.device | None = None,
     ) -> None:
         if world_size < 2:
             raise UpdateRefused(
@@ -160,15 +199,15 @@ class SenderGroup:
         self._timeout_s = timeout_s
         self._ended_by = ""
         self._lock = threading.Lock()  # held by the one thread that uses the group
-        self._group = GlooGroup(
-            Member(group_name, master_address, self.port, 0, world_size, timeout_s), listener
-        )
+        member = Member(group_name, master_address, self.port, 0, world_size, timeout_s, backend)
+        self._group = _join(member, device, listener)
 
     def broadcast(self, manifest: Manifest, tensors: Iterable[torch.Tensor], bucket_bytes: int = 0) -> None:
         """Send one update to all engines; returns when every one of them has put all bytes away.
 
         Args:
-            tensors: in the manifest's order, any device and strides; each is used when its turn comes.
+            tensors: in the manifest's order, any device and strides; each is used when its turn comes, in
+                the order of the calling thread's current stream.
             bucket_bytes: as in BeginUpdate; 0 means 64 MiB.
 
         Raises:
@@ -190,7 +229,8 @@ class SenderGroup:
                     self._end(error)
                 raise
             try:
-                self._send(plan, tensors)
+                with self._group.on_device():
+                    self._send(plan, tensors)
                 self._group.finish(self._timeout_s)
             except BaseException as error:
                 self._end(error)
@@ -218,21 +258,39 @@ class SenderGroup:
 
     def _send(self, plan: BucketPlan, tensors: Iterable[torch.Tensor]) -> None:
         """Fill one half while the other travels."""
+        group, timeout_s = self._group, self._timeout_s
         half = min(plan.bucket_bytes, plan.total_bytes)
-        halves = torch.zeros(2, half, dtype=torch.uint8)
+        halves = torch.zeros(2, half, dtype=torch.uint8, device=group.device)
         source = _Source(plan.manifest, tensors)
-        travelling = None
+        travelling: deque[tuple[int, Any]] = deque()
+
+        def arrive(num_left: int) -> None:
+            while len(travelling) > num_left:
+                bucket, work = travelling.popleft()
+                group.wait(work, bucket, timeout_s)
+
         for bucket in range(len(plan)):
+            arrive(1)  # the other half's; this one is free
             data = halves[bucket % 2][: plan.size(bucket)]
             for piece in plan.pieces(bucket):
                 into = data[piece.position : piece.position + piece.size]
                 source.copy(piece.tensor, piece.start, into)
-            if travelling is not None:
-                self._group.wait(travelling, bucket - 1, self._timeout_s)
-            travelling = self._group.broadcast(data, self._timeout_s)
+            arrive(group.in_flight - 1)
+            travelling.append((bucket, group.broadcast(data, timeout_s)))
         source.finish()
-        if travelling is not None:
-            self._group.wait(travelling, len(plan) - 1, self._timeout_s)
+        arrive(0)
+
+
+def _join(member: Member, device: torch.device | None, listener: socket.socket) -> GlooGroup | NcclGroup:
+    if member.backend == "gloo":
+        return GlooGroup(member, listener)
+    if member.backend != "nccl" or not (nccl.is_available() and torch.cuda.is_available()):
+        listener.close()
+        raise UpdateRefused(
+            Reason.INVALID_UPDATE,
+            f"backend is {member.backend!r}; a sender has gloo, and nccl where there is a GPU",
+        )
+    return NcclGroup(member, device or torch.device("cuda", torch.cuda.current_device()), listener)
 
 
 class _Source:
@@ -286,7 +344,7 @@ def _exists(name: str) -> UpdateRefused:
     )
 
 
-def _check(request: InitGroup) -> None:
+def _check(request: InitGroup, backends: Sequence[str]) -> None:
     """Refuse what can never be right."""
     wrong = [
         (not request.group_name, "group_name is empty"),
@@ -299,8 +357,8 @@ def _check(request: InitGroup) -> None:
         ),
         (not 0 < request.timeout_s <= 86400, f"timeout_s is {request.timeout_s}, must lie in (0, 86400]"),
         (
-            request.backend not in ("", *BACKENDS),
-            f"backend is {request.backend!r}; this engine has {', '.join(BACKENDS)}",
+            request.backend not in ("", *backends),
+            f"backend is {request.backend!r}; this engine has {', '.join(backends)}",
         ),
     ]
     for is_wrong, text in wrong:

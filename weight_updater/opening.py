@@ -10,6 +10,7 @@ import torch
 from weight_updater import agree
 from weight_updater.arena import WeightTarget
 from weight_updater.buckets import bucket_size
+from weight_updater.device_sink import make_sink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
 from weight_updater.live import LiveWeights
@@ -101,7 +102,7 @@ class Opener:
             destination = None  # the trainer's memory is the staging area
         else:
             destination = self._target.buffer if home is None else home
-        return Sink(
+        return make_sink(
             plan,
             self._target.arena,
             destination,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from weight_updater import from_disk, from_distributed, from_ipc, from_tensor
 from weight_updater.arena import WeightTarget
@@ -12,6 +12,7 @@ from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.groups import GroupRegistry
 from weight_updater.manifests import Manifests, check_files
 from weight_updater.open_update import OpenUpdate, Request
+from weight_updater.pinned import PinnedSegments
 from weight_updater.requests import FromDisk, FromDistributed, FromIpc, FromTensor, Path
 
 PATH_OF: dict[type[Request], Path] = {
@@ -20,6 +21,10 @@ PATH_OF: dict[type[Request], Path] = {
     FromTensor: Path.TENSOR,
     FromIpc: Path.IPC,
 }
+
+
+LOOK_S = 1.0
+"""How often to look whether trainers removed segments that are kept."""
 
 
 class Receive:
@@ -64,8 +69,11 @@ class Receivers:
 
     def __init__(self, target: WeightTarget, manifests: Manifests, mappings: from_ipc.Mappings) -> None:
         self.mappings = mappings
-        self.groups = GroupRegistry()
+        self.groups = GroupRegistry(target.device)
         self._target = target
+        on_gpu = target.device.type == "cuda"
+        self._segments = PinnedSegments(target.device) if on_gpu else None
+        self._next_look = 0.0
         self._manifests = manifests
 
     def work(
@@ -86,15 +94,32 @@ class Receivers:
         if isinstance(request, FromDistributed):
             return lambda: self._distributed(update, request)
         if isinstance(request, FromTensor):
-            return lambda: from_tensor.receive(request, update.sink, chunks)
+            return lambda: from_tensor.receive(request, update.sink, chunks, self._segments)
         lent = self.mappings.recall(request)
         self.mappings.pinned.update(region.allocation_id for region in lent.all_regions)
         return lambda: self._ipc(update, lent)
+
+    def release(self, allocation_ids: Sequence[str]) -> int:
+        """Unmap trainers' memory; returns how many mappings went.
+
+        Raises:
+            UpdateRefused (WRONG_STATE): one is in use.
+        """
+        kept = self._segments.release(allocation_ids) if self._segments is not None else 0
+        return kept + self.mappings.release(allocation_ids)
+
+    def tick(self, now: float) -> None:
+        """LOOP. Let go, once a second, of memory whose trainer was done with it without a word."""
+        if self._segments is not None and now >= self._next_look:
+            self._next_look = now + LOOK_S
+            self._segments.drop_unlinked()
 
     def close(self) -> None:
         """Leave all groups, give back all mappings."""
         self.groups.close()
         self.mappings.close()
+        if self._segments is not None:
+            self._segments.close()
 
     def _disk(self, update: OpenUpdate, request: FromDisk) -> None:
         named = request.directory or update.request.directory
@@ -109,7 +134,6 @@ class Receivers:
             found,
             update.sink,
             needed=update.plan.needed,
-            pin=self._target.device.type == "cuda",
         )
 
     def _distributed(self, update: OpenUpdate, request: FromDistributed) -> None:

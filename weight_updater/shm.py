@@ -123,6 +123,10 @@ class SharedSegment:
         lock_type: int = struct.unpack(_FLOCK, answer)[0]
         return lock_type != fcntl.F_UNLCK
 
+    def is_linked(self) -> bool:
+        """Whether the segment still has its name: nobody has removed it."""
+        return os.fstat(self._fd).st_nlink > 0
+
     def close(self) -> None:
         """Give back the mapping and the descriptor; harmless twice. Does not unlink."""
         if self._mapping is None:

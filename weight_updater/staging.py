@@ -12,11 +12,13 @@ from typing import Protocol
 
 import torch
 
+from weight_updater import virtual_memory
 from weight_updater.arena import TORCH_DTYPES, WeightTarget, aligned_zeros
 from weight_updater.cast import as_dtype, cast_into
 from weight_updater.checksum import finish
 from weight_updater.device_scan import copy_many, is_fast, warm
 from weight_updater.errors import Reason, UpdateRefused, WeightsTorn
+from weight_updater.pinned import pinned_zeros
 from weight_updater.plan import slot_nbytes
 from weight_updater.requests import Staging
 from weight_updater.sink import Sink
@@ -85,10 +87,31 @@ class StagingBuffers:
             return self._device
         with self._lock:
             if self._host is None:
-                nbytes = self._target.arena.nbytes
-                pin = self._target.device.type == "cuda"
-                self._host = allocate(nbytes, torch.device("cpu"), "staging in host memory", pin=pin)
+                self._host = self._new_host()
             return self._host
+
+    def release(self) -> int:
+        """Give the device buffer's memory back, its address kept; bytes freed. Its contents are gone."""
+        return virtual_memory.release(self._device) if self._device is not None else 0
+
+    def resume(self) -> int:
+        """Take the device buffer's memory again; bytes taken.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not enough now.
+        """
+        return virtual_memory.resume(self._device) if self._device is not None else 0
+
+    def _new_host(self) -> torch.Tensor:
+        nbytes = self._target.arena.nbytes
+        if self._target.device.type != "cuda":
+            return allocate(nbytes, torch.device("cpu"), "staging in host memory")
+        try:
+            return pinned_zeros(nbytes, self._target.device)
+        except MemoryError as error:
+            raise UpdateRefused(
+                Reason.NO_MEMORY, f"no room for staging in host memory: {nbytes} bytes ({error})"
+            ) from error
 
     def scratch(self) -> torch.Tensor:
         """A bounded uint8 buffer on the target's device, for exchanges."""
@@ -98,10 +121,10 @@ class StagingBuffers:
         return self._scratch
 
 
-def allocate(nbytes: int, device: torch.device, purpose: str, *, pin: bool = False) -> torch.Tensor:
+def allocate(nbytes: int, device: torch.device, purpose: str) -> torch.Tensor:
     """Zeroed bytes, or a refusal that says what they were for."""
     try:
-        return aligned_zeros(nbytes, device, pin=pin)
+        return aligned_zeros(nbytes, device)
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         raise UpdateRefused(
             Reason.NO_MEMORY, f"no room for {purpose}: {nbytes} bytes on {device} ({error})"

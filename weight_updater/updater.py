@@ -52,6 +52,7 @@ class WeightUpdater:
 
     Attributes:
         open: the update that is open, if one is.
+        buffers: where updates wait; its memory can be released with that of the weights.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class WeightUpdater:
         self._target = target
         hooks: GraphHooks = graphs or NoGraphs()
         self._manifests = Manifests(roots)
-        self._buffers = StagingBuffers(target, device_staging=device_staging)
+        self.buffers = StagingBuffers(target, device_staging=device_staging)
         mappings = Mappings(target.device) if preloaded is None else preloaded.mappings
         self._receivers = Receivers(target, self._manifests, mappings)
-        self._live = LiveWeights(target, self._buffers, hooks, initial_version)
+        self._live = LiveWeights(target, self.buffers, hooks, initial_version)
         self._live.adopted = None if preloaded is None else preloaded.mapping
-        self._opener = Opener(target, self._live, self._buffers, self._manifests, hooks, lease_s)
+        self._opener = Opener(target, self._live, self.buffers, self._manifests, hooks, lease_s)
         self._history = History()
         self._owner_checked = 0.0
 
@@ -118,8 +119,8 @@ class WeightUpdater:
                 MANIFEST_MISMATCH, NO_MEMORY.
         """
         manifest = self._manifests.resolve(request)
-        if not request.adopt and self._buffers.choose(request.staging) is Staging.HOST:
-            self._buffers.get(Staging.HOST)  # slow the first time, if it is pinned: not on the loop
+        if not request.adopt and self.buffers.choose(request.staging) is Staging.HOST:
+            self.buffers.get(Staging.HOST)  # slow the first time, if it is pinned: not on the loop
         return manifest
 
     def begin(self, request: BeginUpdate, manifest: Manifest, *, paused: bool) -> BeginReply:
@@ -307,15 +308,12 @@ class WeightUpdater:
                 if self.open is not None and self.open.in_adopted:
                     self._end(UpdateRefused(Reason.PEER_LOST, reason))
                 self._live.tear(reason)
+        self._receivers.tick(now)
         update = self.open
         if update is None or update.receiving or update.verifying or now < update.deadline:
             return
-        self._end(
-            UpdateRefused(
-                Reason.TIMEOUT,
-                f"the lease of update {update.update_id} ran out: no call came for {update.lease_s:g} s",
-            )
-        )
+        text = f"the lease of update {update.update_id} ran out: no call came for {update.lease_s:g} s"
+        self._end(UpdateRefused(Reason.TIMEOUT, text))
 
     def renew(self, update_id: str, lease_s: float) -> float:
         """LOOP. Push the lease out; returns seconds from now. lease_s 0: the update's own."""
@@ -337,7 +335,7 @@ class WeightUpdater:
         Raises:
             UpdateRefused (WRONG_STATE): one is in use by the open update, or adopted.
         """
-        return self._receivers.mappings.release(allocation_ids)
+        return self._receivers.release(allocation_ids)
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """LOOP. Name -> checksum of what lies in the slot now; no names: all slots, without aliases."""

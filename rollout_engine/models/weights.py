@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def model_layout(directory: str | Path, dtype: str = "auto") -> Layout:
 
 
 def _arena(model: nn.Module, config: ModelConfig) -> Arena:
-    storages = [storage for _, _, storage in _storages(model, config.dtype)]
+    storages = _as_transformers_orders([storage for _, _, storage in _storages(model, config.dtype)])
     return Arena(storages, {HEAD: EMBEDDING} if config.tie else {})
 
 
@@ -78,6 +79,22 @@ def _storages(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module,
                     SlotSpec(f"{parent}.{part}.{leaf}", (rows, *shape[1:])) for part, rows in module.parts
                 )
             yield module, leaf, StorageSpec(key, dtype, shape, slots)
+
+
+def _as_transformers_orders(storages: Sequence[StorageSpec]) -> list[StorageSpec]:
+    """A layer's norms last, as its module in transformers has them.
+
+    Trainers send in that order, so a bucket of theirs lies in the arena as it comes, and needs no copy.
+    """
+
+    def layer(storage: StorageSpec) -> str:
+        head, found, rest = storage.key.partition(".layers.")
+        return f"{head}{found}{rest.partition('.')[0]}" if found else storage.key
+
+    ordered: list[StorageSpec] = []
+    for _, members in groupby(storages, layer):
+        ordered += sorted(members, key=lambda storage: storage.key.endswith("layernorm.weight"))
+    return ordered
 
 
 def _give_homes(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Parameter]:

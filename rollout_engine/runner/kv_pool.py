@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rollout_engine.models.config import ModelConfig
-from rollout_engine.runner.memory import discard_contents, lazy_zeros
+from rollout_engine.runner.memory import discard_contents, lazy_zeros, restore_contents
 
 
 class KVPool:
@@ -35,20 +35,11 @@ class KVPool:
         self.v[layer_id].index_copy_(0, slots, v)
 
     def release(self) -> int:
-        """Give the memory back; bytes freed. No forward pass may run until `resume`.
-
-        On a CPU the tensors keep their addresses; on a GPU they lose their storage meanwhile.
-        """
-        if self._data.device.type == "cpu":
-            return discard_contents(self._data)
-        storage = self._data.untyped_storage()
-        freed = storage.nbytes()
-        storage.resize_(0)
-        return freed
+        """Give the memory back, addresses kept; bytes freed. No forward pass may run until `resume`."""
+        return discard_contents(self._data)
 
     def resume(self) -> int:
-        """Take the memory again, zeroed; bytes taken. The tensors are the same objects as before."""
-        if self._data.device.type != "cpu":
-            self._data.untyped_storage().resize_(self.nbytes)
-            self._data.zero_()
+        """Take the memory again, zeroed, at the same addresses; bytes taken."""
+        if not restore_contents(self._data) and self._data.device.type == "cuda":
+            self._data.zero_()  # it had kept its memory
         return self.nbytes

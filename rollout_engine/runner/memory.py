@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from weight_updater import virtual_memory
+
 
 def available_memory(device: torch.device) -> int:
     """Bytes free on `device` now; for a CPU what the kernel can give without swapping."""
@@ -23,8 +25,9 @@ def available_memory(device: torch.device) -> int:
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On a CPU memory is taken page by page as it is written, so a large pool costs what is used."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+    if device.type == "cuda":
+        flat = virtual_memory.allocate(math.prod(shape) * dtype.itemsize, device)
+        return flat.view(dtype).view(shape)
     # Private: MADV_DONTNEED on a shared mapping (Python's default) frees nothing and keeps the contents.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
@@ -32,16 +35,18 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def discard_contents(tensor: torch.Tensor) -> int:
-    """Give the physical memory of a contiguous CPU tensor back to the system; its address stays.
+    """Give the physical memory of a contiguous tensor back to the system; its address stays.
 
-    The tensor reads as zeros afterwards, and takes memory again page by page as it is written.
+    On a CPU the tensor reads as zeros afterwards, and takes memory again page by page as it is written. On a
+    GPU it must be a whole allocation of `lazy_zeros` or an arena, and may not be touched until
+    `restore_contents`.
 
     Returns:
-        Bytes given back: whole memory pages only. 0 on a GPU, where memory cannot be given back under a
-        live address this way; the contents are kept there.
+        Bytes given back: whole memory pages only. 0 on a GPU where releasing is not supported; the contents
+        are kept there.
     """
-    if tensor.device.type != "cpu":
-        return 0
+    if tensor.device.type == "cuda":
+        return virtual_memory.release(tensor)
     start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -56,3 +61,14 @@ def discard_contents(tensor: torch.Tensor) -> int:
         flat.zero_()  # a mapping that cannot be given back, for example locked memory
         return 0
     return last - first
+
+
+def restore_contents(tensor: torch.Tensor) -> int:
+    """Take memory again behind a tensor whose contents were discarded; bytes taken, which hold zeros.
+
+    0 on a CPU, which takes memory as it is written, and if the tensor has kept its memory.
+
+    Raises:
+        torch.OutOfMemoryError: a GPU has not enough now; the tensor stays as it is.
+    """
+    return virtual_memory.resume(tensor) if tensor.device.type == "cuda" else 0

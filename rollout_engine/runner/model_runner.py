@@ -22,7 +22,7 @@ from rollout_engine.models.registry import MODELS
 from rollout_engine.models.weights import build_model, fill_random
 from rollout_engine.runner.eager import EagerRunner, SplitPrefill
 from rollout_engine.runner.kv_pool import KVPool
-from rollout_engine.runner.memory import available_memory, discard_contents
+from rollout_engine.runner.memory import available_memory, discard_contents, restore_contents
 from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
 from weight_updater.preloaded import PreloadedWeights
@@ -176,7 +176,12 @@ class ModelRunner:
         return discard_contents(self.target.buffer)
 
     def resume_weights(self) -> int:
-        """Make the weights writable again; bytes that the next full update will take."""
+        """Make the weights writable again; bytes that the next full update will take.
+
+        Raises:
+            torch.OutOfMemoryError: a GPU has not enough now; the weights stay released.
+        """
+        restore_contents(self.target.buffer)
         self.target.finalise()
         return self.target.buffer.numel()
 

@@ -191,7 +191,8 @@ def test_arguments_that_cannot_be_right(arguments, match, module, clients):
 class FakeGroup:
     """SenderGroup's face: broadcast blocks until it is told how to end."""
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: object, backend: str, device: torch.device | None) -> None:
+        assert (backend, device) == ("gloo", None)  # these weights lie on a CPU
         self.closed = threading.Event()
         self.error: Exception | None = None
         self.block = False

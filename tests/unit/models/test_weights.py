@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from rollout_engine.models.weights import is_buffer
 from tests.hand_scheduler import HandScheduler, make_runner
-from tests.tiny import ARCHITECTURES, make_tiny
+from tests.tiny import ARCHITECTURES, load_reference, make_tiny
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -20,6 +20,13 @@ def test_every_hugging_face_name_is_a_slot_with_its_bytes(name, tied, tmp_path):
     for key, tensor in stored.items():
         assert torch.equal(target.slot(key), tensor)
         assert target.slot(key).data_ptr() % 4 == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_slots_lie_in_the_order_in_which_trainers_send(name, tmp_path):
+    directory = make_tiny(tmp_path, name)
+    names = [key for key, _ in load_reference(directory).named_parameters()]
+    assert make_runner(directory).target.arena.slot_names == names
 
 
 def test_q_k_v_and_gate_up_are_views_of_one_matrix_each(tiny_tied_dir):

@@ -18,8 +18,9 @@ from weight_updater import from_distributed
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.buckets import plan_buckets
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.gloo import GlooGroup, Member, listen
+from weight_updater.gloo import GlooGroup
 from weight_updater.groups import GroupRegistry, SenderGroup
+from weight_updater.meeting import Member, listen
 from weight_updater.requests import FromDistributed, InitGroup, Manifest, TensorSpec
 
 LOOPBACK = "127.0.0.1"
@@ -38,6 +39,13 @@ class FakeSink:
         self.before()
         self.tensors[tensor_index][byte_offset : byte_offset + data.numel()] = data
         self.num_bytes += data.numel()
+
+    def write_whole(self, indexes, positions, data: torch.Tensor) -> None:
+        for index, position in zip(indexes, positions, strict=True):
+            self.write(index, 0, data[position : position + self.tensors[index].numel()])
+
+    def flush(self) -> None:
+        """Nothing is put off."""
 
 
 def manifest_of(tensors: dict[str, torch.Tensor]) -> Manifest:

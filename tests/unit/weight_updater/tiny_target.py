@@ -23,6 +23,7 @@ from weight_updater.requests import (
 from weight_updater.shm import SharedSegment
 from weight_updater.updater import WeightUpdater
 
+CPU = torch.device("cpu")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -37,7 +38,7 @@ SHAPES = {EMBED: (10, 6), Q: (6, 6), K: (2, 6), GATE: (5, 6), UP: (5, 6), NORM: 
 class TinyTarget(WeightTarget):
     """The target, with a parameter for each storage, a tied head, and a count of finalisations."""
 
-    def __init__(self, finalise: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, finalise: Callable[[], None] = lambda: None, device: torch.device = CPU) -> None:
         bf16 = torch.bfloat16
         storages = [
             StorageSpec("embed", bf16, (10, 6), (SlotSpec(EMBED, (10, 6)),)),
@@ -46,15 +47,13 @@ class TinyTarget(WeightTarget):
             StorageSpec("norm", torch.float32, (7,), (SlotSpec(NORM, (7,)),)),
         ]
         self.parameters = {
-            storage.key: torch.nn.Parameter(torch.empty(storage.shape, dtype=storage.dtype))
+            storage.key: torch.nn.Parameter(torch.empty(storage.shape, dtype=storage.dtype, device=device))
             for storage in storages
         }
         self.head = self.parameters["embed"]  # tied: the same Parameter
         self.num_finalised = 0
         arena = Arena(storages, {HEAD: EMBED})
-        super().__init__(
-            arena, self.parameters, torch.device("cpu"), lambda name: name.endswith("inv_freq"), self.count
-        )
+        super().__init__(arena, self.parameters, device, lambda name: name.endswith("inv_freq"), self.count)
         self._finalise_extra = finalise
         for name, value in weights(0).items():
             self.slot(name).copy_(value)

@@ -1,0 +1,426 @@
+"""NCCL groups without NCCL: what surrounds the collectives, over a stand-in that moves bytes in threads."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.weight_updater.test_device_sink import LateCopies
+from tests.unit.weight_updater.tiny_target import (
+    EMBED,
+    NORM,
+    SHAPES,
+    TinyTarget,
+    manifest_of,
+    weights,
+)
+from weight_updater import from_distributed
+from weight_updater.buckets import plan_buckets
+from weight_updater.device_sink import DeviceSink
+from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.groups import GroupRegistry, SenderGroup
+from weight_updater.meeting import HeaderRefused, listen
+from weight_updater.nccl import NcclGroup
+from weight_updater.nccl_receiver import NcclReceiver
+from weight_updater.plan import plan_update
+from weight_updater.requests import FromDistributed, InitGroup, Manifest, TensorSpec
+from weight_updater.sink import Sink
+
+CPU = torch.device("cpu")
+LOOPBACK = "127.0.0.1"
+
+
+class Wire:
+    """Broadcasts between threads: the bytes come when both ends have asked, and never before."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.sent: list[torch.Tensor] = []
+        self.stuck_from = 1 << 30  # broadcasts from this one on never end
+        self.num_aborts = 0
+
+
+class WireGroup:
+    """What stands in for ProcessGroupNCCL at one rank."""
+
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self._wire, self._rank = wire, rank
+        self._num_started = 0
+        self.aborted = False
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> WireWork:
+        assert options.rootRank == 0
+        (data,) = tensors
+        with self._wire.changed:
+            number = self._num_started
+            self._num_started += 1
+            if self._rank == 0:
+                self._wire.sent.append(data.clone())
+        return WireWork(self._wire, self, number, data)
+
+    def abort(self) -> None:
+        with self._wire.changed:
+            self.aborted = True
+            self._wire.num_aborts += 1
+
+
+class WireWork:
+    def __init__(self, wire: Wire, group: WireGroup, number: int, data: torch.Tensor) -> None:
+        self._wire, self._group, self._number, self._data = wire, group, number, data
+
+    def is_completed(self) -> bool:
+        with self._wire.changed:
+            if self._group.aborted:
+                return True
+            if self._number >= min(len(self._wire.sent), self._wire.stuck_from):
+                return False
+            assert self._wire.sent[self._number].numel() == self._data.numel()
+            self._data.copy_(self._wire.sent[self._number])
+            return True
+
+    def wait(self) -> None:
+        if self._group.aborted:
+            raise RuntimeError("NCCL communicator was aborted")
+
+
+class World:
+    """One sender and one engine over a wire."""
+
+    def __init__(self, timeout_s: float = 10.0) -> None:
+        self.wire = Wire()
+        self.timeout_s = timeout_s
+        self.pool = ThreadPoolExecutor(4)
+        self.registry = NcclRegistry(self.build)
+        self.receivers: list[NcclReceiver] = []
+
+    def build(self, store: Any, member: Any, device: torch.device) -> WireGroup:
+        return WireGroup(self.wire, member.rank)
+
+    def join(self, monkeypatch: pytest.MonkeyPatch, name: str = "g") -> SenderGroup:
+        monkeypatch.setattr(
+            "weight_updater.groups._join",
+            lambda member, device, listener: NcclGroup(member, CPU, listener, build=self.build),
+        )
+        port = free_port()
+        request = InitGroup(name, LOOPBACK, port, 1, 2, "nccl", self.timeout_s)
+        joined = self.pool.submit(self.registry.init, request)
+        sender = SenderGroup(name, LOOPBACK, port, 2, self.timeout_s, backend="nccl")
+        assert joined.result() == "nccl"
+        return sender
+
+
+class NcclRegistry(GroupRegistry):
+    """An engine's registry as on a GPU, over a wire."""
+
+    def __init__(self, build: Callable[..., WireGroup]) -> None:
+        copies = LateCopies()
+        super().__init__(
+            CPU,
+            lambda request, device: NcclReceiver(request, device, build=build, copies=lambda device: copies),
+        )
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return ("nccl", "gloo")
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.registry.close()
+    made.pool.shutdown()
+
+
+def free_port() -> int:
+    with listen(LOOPBACK, 0) as probe:
+        return int(probe.getsockname()[1])
+
+
+def sink_for(target: TinyTarget, manifest: Manifest) -> DeviceSink:
+    plan = plan_update(target, manifest, partial=False, merged=False)
+    return DeviceSink(
+        plan,
+        target.arena,
+        target.arena.allocate(CPU),
+        hashing=True,
+        find_nonfinite=True,
+        copies=LateCopies(),
+    )
+
+
+def receive(world: World, sink: Sink, bucket_bytes: int, timeout_s: float = 0.0) -> None:
+    from_distributed.receive(
+        FromDistributed("u", "g", timeout_s),
+        sink.plan.manifest,
+        sink,
+        world.registry,
+        bucket_bytes=bucket_bytes,
+        needed=sink.plan.needed,
+    )
+
+
+def assert_stored(sink: Sink, target: TinyTarget, new: dict[str, torch.Tensor]) -> None:
+    assert sink.destination is not None
+    assert sink.incomplete() == []
+    for index, (name, value) in enumerate(new.items()):
+        stored = target.arena.slot_view(sink.destination, name)
+        assert torch.equal(stored, value.to(stored.dtype)), name
+        assert not sink.is_nonfinite(index)
+        if value.dtype == stored.dtype:
+            assert sink.received_checksum(index) == sink.slot_checksum(index)
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 512, 1 << 20])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_updates_arrive_in_any_bucket_size(world, monkeypatch, bucket_bytes, dtype):
+    target = TinyTarget()
+    with world.join(monkeypatch) as sender:
+        for seed in (1, 2, 3):
+            new = weights(seed, dtype)
+            manifest = manifest_of(new)
+            sink = sink_for(target, manifest)
+            sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), bucket_bytes)
+            receive(world, sink, bucket_bytes)
+            sending.result()
+            assert_stored(sink, target, new)
+
+
+def test_a_sink_in_host_memory_is_fed_through_two_buffers(world, monkeypatch):
+    target, new = TinyTarget(), weights(4)
+    manifest = manifest_of(new)
+    plan = plan_update(target, manifest, partial=False, merged=False)
+    sink = Sink(plan, target.arena, target.arena.allocate(CPU), hashing=True, find_nonfinite=True)
+    with world.join(monkeypatch) as sender:
+        sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), 256)
+        receive(world, sink, 256)
+        sending.result()
+    assert_stored(sink, target, new)
+
+
+def test_a_disagreement_is_refused_on_both_sides_before_any_collective_and_harms_nothing(world, monkeypatch):
+    target, new = TinyTarget(), weights(5)
+    manifest = manifest_of(new)
+    with world.join(monkeypatch) as sender:
+        sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), 512)
+        with pytest.raises(HeaderRefused, match="bucket_bytes"):
+            receive(world, sink_for(target, manifest), 256)
+        with pytest.raises(UpdateRefused) as refused:
+            sending.result()
+        assert refused.value.reason is Reason.MANIFEST_MISMATCH
+        assert world.wire.sent == []
+        sink = sink_for(target, manifest)
+        sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), 256)
+        receive(world, sink, 256)
+        sending.result()
+        assert_stored(sink, target, new)
+        assert world.wire.num_aborts == 0
+
+
+def test_a_broadcast_that_never_ends_is_aborted_at_its_deadline_and_the_name_is_free(world, monkeypatch):
+    world.timeout_s = 1.0
+    target, new = TinyTarget(), weights(6)
+    manifest = manifest_of(new)
+    sender = world.join(monkeypatch)
+    world.wire.stuck_from = 2
+    sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), 256)
+    started = time.monotonic()
+    with pytest.raises(UpdateRefused) as refused:
+        receive(world, sink_for(target, manifest), 256)
+    assert refused.value.reason in (Reason.TIMEOUT, Reason.PEER_LOST)
+    assert 0.5 < time.monotonic() - started < 5.0
+    with pytest.raises(UpdateRefused):
+        sending.result()
+    assert world.wire.num_aborts == 2  # both ends
+    assert world.registry.names == []
+    sender.close()
+    world.wire = Wire()
+    world.timeout_s = 10.0
+    with world.join(monkeypatch) as sender:
+        sink = sink_for(target, manifest)
+        sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), 256)
+        receive(world, sink, 256)
+        sending.result()
+        assert_stored(sink, target, new)
+
+
+def test_a_sender_that_never_sends_ends_the_receiver_at_its_deadline(world, monkeypatch):
+    target, manifest = TinyTarget(), manifest_of(weights(7))
+    with world.join(monkeypatch):
+        with pytest.raises(UpdateRefused) as refused:
+            receive(world, sink_for(target, manifest), 256, timeout_s=0.5)
+        assert refused.value.reason is Reason.TIMEOUT
+        assert "agreeing" in refused.value.message
+
+
+def test_an_update_that_ends_aborts_what_writes_to_its_destination(world, monkeypatch):
+    target, new = TinyTarget(), weights(8)
+    manifest = manifest_of(new)
+    sink = sink_for(target, manifest)
+    with world.join(monkeypatch) as sender:
+        world.wire.stuck_from = 0
+        sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), 256)
+        receiving = world.pool.submit(receive, world, sink, 256)
+        while sink.received_bytes == 0:
+            time.sleep(0.01)
+        started = time.monotonic()
+        sink.end(UpdateRefused(Reason.TIMEOUT, "aborted by the trainer"))
+        assert time.monotonic() - started < 3.0
+        with pytest.raises(UpdateRefused):
+            receiving.result()
+        with pytest.raises(UpdateRefused, match="the update ended"):
+            sending.result()
+
+
+def test_closing_the_sender_ends_both_sides(world, monkeypatch):
+    target, new = TinyTarget(), weights(9)
+    manifest = manifest_of(new)
+    sender = world.join(monkeypatch)
+    world.wire.stuck_from = 1
+    sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), 256)
+    receiving = world.pool.submit(receive, world, sink_for(target, manifest), 256)
+    time.sleep(0.2)
+    sender.close()
+    for side in (sending, receiving):
+        with pytest.raises(UpdateRefused) as refused:
+            side.result()
+        assert refused.value.reason is Reason.PEER_LOST
+    assert world.registry.names == []
+
+
+def test_a_source_that_is_not_its_manifest_tells_the_receiver(world, monkeypatch):
+    target, new = TinyTarget(), weights(10)
+    manifest = manifest_of(new)
+    with world.join(monkeypatch) as sender:
+        sending = world.pool.submit(sender.broadcast, manifest, list(new.values())[:-1], 256)
+        with pytest.raises(UpdateRefused, match=f"{NORM} is missing"):
+            receive(world, sink_for(target, manifest), 256)
+        with pytest.raises(UpdateRefused, match=f"{NORM} is missing"):
+            sending.result()
+
+
+def test_backends_that_differ_are_refused_at_the_rendezvous(world):
+    port = free_port()
+    request = InitGroup("g", LOOPBACK, port, 1, 2, "nccl", 5.0)
+    joined = world.pool.submit(world.registry.init, request)
+    with pytest.raises(UpdateRefused) as ours, SenderGroup("g", LOOPBACK, port, 2, 5.0):
+        pass
+    with pytest.raises(UpdateRefused) as theirs:
+        joined.result()
+    # Whoever sees it first says so; the other may only see that the first one is gone.
+    assert any("backend is" in error.value.message for error in (ours, theirs))
+
+
+def test_an_engine_on_a_cpu_has_no_nccl():
+    registry = GroupRegistry()
+    with pytest.raises(UpdateRefused, match="this engine has gloo"):
+        registry.init(InitGroup("g", LOOPBACK, 1, 1, 2, "nccl", 5.0))
+    with pytest.raises(UpdateRefused, match="nccl where there is a GPU"):
+        SenderGroup("g", LOOPBACK, 0, 2, 5.0, backend="nccl")
+
+
+def in_place(names: list[str], bucket_bytes: int, dtype: torch.dtype | None = None) -> list[bool]:
+    """Which buckets of these tensors, in this order, may be received straight into the arena."""
+    target = TinyTarget()
+    new = {name: weights(1, dtype)[name] for name in names}
+    plan = plan_update(target, manifest_of(new), partial=True, merged=False)
+    sink = DeviceSink(
+        plan,
+        target.arena,
+        target.arena.allocate(CPU),
+        hashing=True,
+        find_nonfinite=True,
+        copies=LateCopies(),
+    )
+    buckets = plan_buckets(plan.manifest, bucket_bytes)
+    found = []
+    for bucket in range(len(buckets)):
+        pieces, size = buckets.pieces(bucket), buckets.size(bucket)
+        straight = sink.in_place(pieces, size)
+        found.append(straight is not None)
+        if straight is not None:
+            assert sink.destination is not None
+            straight.fill_(7)
+            expected = {buckets.manifest.tensors[piece.tensor].name for piece in pieces}
+            slots = {name: target.arena.slot_view(sink.destination, name) for name in SHAPES}
+            touched = {name for name, slot in slots.items() if bool((slot.view(torch.uint8) == 7).any())}
+            assert touched == expected
+            straight.zero_()
+    return found
+
+
+def test_a_bucket_is_received_straight_where_no_other_slot_is_touched():
+    q, k, gate, up = list(SHAPES)[1:5]
+    # Storages start at multiples of 256, as tensors do in a bucket; k follows q after 72 bytes, though.
+    assert in_place([EMBED], 256) == [True]
+    assert in_place([q], 256) == [False]  # its padding would overwrite k
+    assert in_place([k], 256) == [False]  # it would have to start before its storage
+    assert in_place([gate], 256) == [False]
+    assert in_place([NORM], 256) == [True]
+    assert in_place([EMBED, NORM], 1024) == [False]
+    assert in_place([NORM, EMBED], 1024) == [False]
+    assert in_place([EMBED], 256, torch.float32) == [False]
+    assert in_place([up], 256) == [False]
+
+
+def test_large_tensors_that_follow_each_other_as_in_the_arena_are_one_bucket():
+    from weight_updater.arena import Arena, SlotSpec, StorageSpec, WeightTarget
+
+    slots = (SlotSpec("q", (4, 64)), SlotSpec("k", (2, 64)), SlotSpec("v", (2, 64)))
+    storages = [
+        StorageSpec("qkv", torch.float32, (8, 64), slots),
+        StorageSpec("o", torch.float32, (4, 64), (SlotSpec("o", (4, 64)),)),
+        StorageSpec("n", torch.float32, (3,), (SlotSpec("n", (3,)),)),
+    ]
+    parameters = {s.key: torch.nn.Parameter(torch.empty(s.shape)) for s in storages}
+    target = WeightTarget(Arena(storages), parameters, CPU)
+
+    def straight(names: list[str], bucket_bytes: int) -> list[bool]:
+        shapes = {s.name: s.shape for storage in storages for s in storage.slots}
+        manifest = Manifest(tuple(TensorSpec(name, "float32", shapes[name]) for name in names))
+        plan = plan_update(target, manifest, partial=True, merged=False)
+        sink = DeviceSink(
+            plan, target.arena, target.buffer, hashing=False, find_nonfinite=False, copies=LateCopies()
+        )
+        buckets = plan_buckets(manifest, bucket_bytes)
+        return [sink.in_place(buckets.pieces(b), buckets.size(b)) is not None for b in range(len(buckets))]
+
+    assert straight(["q", "k", "v", "o", "n"], 1 << 20) == [True]
+    assert straight(["q", "k", "v", "o", "n"], 512) == [True] * 7
+    assert straight(["q", "v", "k", "o", "n"], 1 << 20) == [False]
+    assert straight(["k", "v", "o"], 1 << 20) == [True]
+    assert straight(["q", "v"], 1024) == [True, True]
+    assert straight(["q", "v"], 1 << 20) == [False]
+
+
+def test_a_rendezvous_that_hangs_in_the_library_ends_at_its_timeout():
+    release = threading.Event()
+    port = free_port()
+
+    def hang(store: Any, member: Any, device: torch.device) -> Any:
+        release.wait(20)
+        raise RuntimeError("too late")
+
+    receiver = NcclReceiver(InitGroup("g", LOOPBACK, port, 1, 2, "nccl", 1.0), CPU, build=hang)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(receiver.join)
+        with pytest.raises(UpdateRefused) as refused:
+            make_rank_0(port, hang)
+        assert refused.value.reason is Reason.TIMEOUT
+        with pytest.raises(UpdateRefused):
+            joining.result()
+    release.set()
+
+
+def make_rank_0(port: int, build: Callable[..., Any]) -> NcclGroup:
+    from weight_updater.meeting import Member
+
+    listener: socket.socket = listen(LOOPBACK, port)
+    return NcclGroup(Member("g", LOOPBACK, port, 0, 2, 1.0, "nccl"), CPU, listener, build=build)

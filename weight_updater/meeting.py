@@ -1,0 +1,205 @@
+"""What both ends of a process group do alike, whatever its backend: meet, agree on a header, part.
+
+    1  rank 0 hosts a TCPStore; every rank claims its number and says hello: group, world size, protocol,
+       backend
+    2  all hellos agree, so the group is built over a PrefixStore of it; never torch's default group
+    3  whoever gives up leaves word in the store, for the errors of the others
+
+A group that failed is closed and made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from weight_updater.buckets import BucketPlan
+from weight_updater.errors import Reason, UpdateRefused
+
+PROTOCOL = 1
+FAILED = "rollsync/failed"
+LOOK_S = 0.25
+"""How often who waits in an operation looks whether another rank gave up."""
+
+_POLL_S = 0.02
+
+
+class HeaderRefused(UpdateRefused):
+    """The ranks disagree about what would be sent. All of them know, so the group stays usable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a group. address, port: of rank 0's store. timeout_s: for the rendezvous and each wait."""
+
+    group_name: str
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    timeout_s: float
+    backend: str = "gloo"
+
+    def __str__(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return (
+            f"group {self.group_name!r}, rank {self.rank} of world size {self.world_size}, "
+            f"rank 0 at {host}:{self.port}"
+        )
+
+
+def refusal(error: RuntimeError, context: str, told: str = "") -> UpdateRefused:
+    """An error of torch.distributed as ours: TIMEOUT or PEER_LOST."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    late = "timed out" in text.lower() or "timeout" in text.lower()
+    reason = Reason.TIMEOUT if late and not told else Reason.PEER_LOST
+    return UpdateRefused(reason, f"{context}: {told or text}; make the group anew")
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on `address` only; port 0 takes a free one.
+
+    Raises:
+        UpdateRefused (INVALID_UPDATE): the address is not one of this host, or the port is taken.
+    """
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise UpdateRefused(
+            Reason.INVALID_UPDATE,
+            f"rank 0 cannot listen on {address} port {port} ({error.strerror or error}); give a "
+            f"free port and an address of this host that the engines can reach",
+        ) from error
+    return listener
+
+
+def connect(member: Member, listener: socket.socket | None) -> Any:
+    """The store of a group; rank 0 hosts it on `listener`. torch's stubs leave out half of its methods."""
+    limit = timedelta(seconds=member.timeout_s)
+    if listener is None:
+        return TCPStore(member.address, member.port, None, False, limit, wait_for_workers=False)
+    return TCPStore(
+        member.address,
+        member.port,
+        None,
+        True,
+        limit,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def say_hello(member: Member, store: Any, deadline: float) -> None:
+    """Say hello and hear all hellos.
+
+    Raises:
+        UpdateRefused: TIMEOUT if the others do not come; INVALID_UPDATE if they disagree.
+        RuntimeError: from the store.
+    """
+    claim, hello = f"rollsync/claim/{member.rank}", f"rollsync/hello/{member.rank}"
+    if store.add(claim, 1) > 1:
+        text = f"rank {member.rank} of {member.world_size} is taken already"
+        store.set(FAILED, text)
+        raise UpdateRefused(
+            Reason.INVALID_UPDATE, f"{member}: {text}; give every engine a rank of its own in [1, world size)"
+        )
+    try:
+        ours = {
+            "group": member.group_name,
+            "world_size": member.world_size,
+            "protocol": PROTOCOL,
+            "backend": member.backend,
+        }
+        store.set(hello, json.dumps(ours))
+        # Rank 0 first: it is the one whose word counts.
+        for rank in range(member.world_size):
+            _await_hello(member, store, rank, deadline)
+    except BaseException:
+        take_back_hello(member, store)
+        raise
+
+
+def take_back_hello(member: Member, store: Any) -> None:
+    """So that this rank may come again."""
+    with contextlib.suppress(RuntimeError):
+        store.delete_key(f"rollsync/hello/{member.rank}")
+        store.add(f"rollsync/claim/{member.rank}", -1)
+
+
+def _await_hello(member: Member, store: Any, rank: int, deadline: float) -> None:
+    key = f"rollsync/hello/{rank}"
+    _poll(lambda: store.check([key]) or store.check([FAILED]), deadline)
+    if store.check([FAILED]):
+        raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {store.get(FAILED).decode()}")
+    if not store.check([key]):
+        raise UpdateRefused(
+            Reason.TIMEOUT,
+            f"{member}: rank {rank} did not come within {member.timeout_s:g} s; has it the same address and "
+            f"port, and does it join as a rollsync group?",
+        )
+    theirs = json.loads(store.get(key))
+    for field, ours in (
+        ("group", member.group_name),
+        ("world_size", member.world_size),
+        ("protocol", PROTOCOL),
+        ("backend", member.backend),
+    ):
+        if theirs.get(field) != ours:
+            text = f"{field} is {ours!r} at rank {member.rank}, {theirs.get(field)!r} at rank {rank}"
+            store.set(FAILED, text)
+            raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {text}")
+
+
+def _poll(ready: Callable[[], bool], deadline: float) -> None:
+    while not ready() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def compare_headers(member: Member, headers: Sequence[dict[str, str | int]]) -> None:
+    """Whether all ranks would move the same bytes in the same pieces; all come to the same end.
+
+    Args:
+        headers: of every rank, in order.
+
+    Raises:
+        UpdateRefused (MANIFEST_MISMATCH): naming the first difference.
+    """
+    for rank, theirs in enumerate(headers):
+        for field, value in headers[0].items():
+            if theirs.get(field) != value:
+                raise UpdateRefused(
+                    Reason.MANIFEST_MISMATCH,
+                    f"group {member.group_name!r}: rank 0 would send {field} {value}, rank {rank} "
+                    f"would receive {theirs.get(field)}; both ends must use one manifest and one "
+                    f"bucket_bytes. Rank 0: {_show(headers[0])}. Rank {rank}: {_show(theirs)}",
+                )
+
+
+def header_of(plan: BucketPlan) -> dict[str, str | int]:
+    return {
+        "num_tensors": len(plan.manifest.tensors),
+        "bucket_bytes": plan.bucket_bytes,
+        "num_buckets": len(plan),
+        "total_bytes": plan.total_bytes,
+        "digest": plan.digest(),
+    }
+
+
+def _show(header: dict[str, str | int]) -> str:
+    return ", ".join(f"{field} {value}" for field, value in header.items())
