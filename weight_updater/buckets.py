@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import DEFAULT_BUCKET_BYTES, Manifest, align
@@ -19,8 +19,7 @@ from weight_updater.requests import DEFAULT_BUCKET_BYTES, Manifest, align
 MAX_BUCKET_BYTES = 4 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes [start, start + size) of tensor `tensor`; they lie at byte `position` of their bucket.
 
     start and position are multiples of 256.
@@ -65,6 +64,10 @@ class BucketPlan:
             if first < last:
                 found.append(Piece(tensor, first - offset, last - first, first - begin))
         return found
+
+    def is_whole(self, piece: Piece) -> bool:
+        """Whether a piece is a whole tensor."""
+        return piece.size == self._sizes[piece.tensor]
 
     def digest(self) -> str:
         """32 hex digits over the manifest's names, dtypes and shapes, and over how it is cut."""

@@ -15,7 +15,8 @@ import torch
 
 from weight_updater.errors import Reason, UpdateRefused
 
-HANDLE_BYTES = 64
+GRANULE_BYTES = 2 << 20
+"""What the driver allocates at least."""
 
 
 class CudaCallFailed(RuntimeError):
@@ -143,9 +144,11 @@ class MappedAllocation:
         return self._address
 
     def check_holds(self, end: int) -> None:
-        """Refuse (MEMORY_UNAVAILABLE) to look further than the allocation reaches."""
-        nbytes = allocation_of(self._address, self.index).nbytes
-        if end > nbytes:
+        """Refuse (MEMORY_UNAVAILABLE) to look further than the allocation reaches, where the driver knows."""
+        _, driver = _bindings()
+        _enter(self.index)
+        error, _, nbytes = driver.cuMemGetAddressRange(driver.CUdeviceptr(self._address))
+        if int(error) == 0 and end > int(nbytes):
             raise UpdateRefused(
                 Reason.MEMORY_UNAVAILABLE, f"a region ends at byte {end} of an allocation of {nbytes} bytes"
             )
@@ -243,7 +246,9 @@ class DeviceBuffer:
         self.nbytes = nbytes
         _enter(self.index)
         try:
-            self._address: int = int(_call(runtime.cudaMalloc, max(1, nbytes)))
+            # Whole granules, since smaller allocations share theirs, and a handle would show it whole.
+            size = max(1, -(-nbytes // GRANULE_BYTES)) * GRANULE_BYTES
+            self._address: int = int(_call(runtime.cudaMalloc, size))
         except CudaCallFailed as error:
             raise UpdateRefused(
                 Reason.NO_MEMORY, f"no room for {nbytes} bytes on cuda:{self.index} to share ({error})"

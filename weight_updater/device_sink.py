@@ -64,6 +64,38 @@ class DeviceSink(Sink):
         self._slot_ends: list[int] = []
         copies.follow()
 
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None:
+        """Take whole tensors of the manifest: `indexes[k]` starts at byte `positions[k]` of `data`.
+
+        Tensors that lie in the arena as they lie in `data` are one copy, padding between them included.
+        """
+        run: list[Piece] = []
+        shift: int | None = None
+        for index, position in zip(indexes, positions, strict=True):
+            piece = Piece(index, 0, self.plan.sizes[index], position)
+            own = self._shift(piece)
+            if run and (own is None or own != shift or position < run[-1].position):
+                self._write_run(run, data)
+                run = []
+            run.append(piece)
+            shift = own
+        self._write_run(run, data)
+
+    def _write_run(self, run: Sequence[Piece], data: torch.Tensor) -> None:
+        """Write tensors that lie in `data` and in the arena alike, if there is more than one."""
+        if len(run) > 1:
+            first, last = run[0].position, run[-1].position + run[-1].size
+            straight = self.in_place([p._replace(position=p.position - first) for p in run], last - first)
+            if straight is not None:
+                self.claim(run)
+                try:
+                    self.copies.copy(straight, data[first:last])
+                finally:
+                    self.landed(run)
+                return
+        for piece in run:
+            self.write(piece.tensor, 0, data[piece.position : piece.position + piece.size])
+
     def flush(self) -> None:
         """Until everything that was written lies in its place."""
         self.copies.finish()
@@ -96,15 +128,10 @@ class DeviceSink(Sink):
         None if its pieces do not lie in the arena as they do in the bucket, or with other slots between.
         """
         assert self.destination is not None
-        starts = set()
-        for piece in pieces:
-            place = self.plan.slots[piece.tensor]
-            if place is None or piece.tensor in self.plan.twins or not self.plan.same_dtype(piece.tensor):
-                return None
-            starts.add(place.offset + piece.start - piece.position)
-        if len(starts) != 1:
+        starts = {self._shift(piece) for piece in pieces}
+        (start,) = starts if len(starts) == 1 else (None,)
+        if start is None:
             return None
-        (start,) = starts
         if not 0 <= start <= start + size <= self.destination.numel():
             return None
         if self._num_slots_in(start, start + size) != len(pieces):
@@ -135,6 +162,13 @@ class DeviceSink(Sink):
     def _is_looked_at(self, index: int) -> bool:
         """Whether anybody will ask for what a scan of the tensor finds."""
         return self._find_nonfinite or self.is_hashed(index)
+
+    def _shift(self, piece: Piece) -> int | None:
+        """Where byte 0 of a bucket with `piece` comes to in the arena; None: no place takes it as it is."""
+        place = self.plan.slots[piece.tensor]
+        if place is None or not piece.size or piece.tensor in self.plan.twins:
+            return None
+        return place.offset + piece.start - piece.position if self.plan.same_dtype(piece.tensor) else None
 
     def _finish_writes(self, number: int) -> None:
         with self._changed:

@@ -40,6 +40,8 @@ class ByteSink(Protocol):
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
 
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None: ...
+
 
 def allowed_directory(directory: str, roots: Sequence[str]) -> str:
     """The real path of `directory`, if it is one of `roots` or lies under one.
@@ -138,25 +140,21 @@ def load_directory(target: WeightTarget, directory: str, *, num_threads: int = 0
     return manifest
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Bytes [start, start + size) of a tensor; they lie at byte `at` of what is read."""
-
-    tensor: int
-    start: int
-    size: int
-    at: int
-
-
 @dataclass(slots=True)
 class _Read:
-    """One read: `size` bytes at `position` of an open file, which hold parts of one or more tensors."""
+    """One read: `size` bytes at `position` of an open file.
+
+    tensors: whose bytes they are: several whole ones that start at `places` of what is read, or one, from
+        its byte `start` on.
+    """
 
     file: str
     fd: int
     position: int
     size: int
-    parts: list[_Part]
+    tensors: list[int]
+    places: list[int]
+    start: int
 
 
 def _check_agrees(checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -217,17 +215,22 @@ def _read_to_host(reads: _Reads, sink: ByteSink) -> None:
     view = buffer.numpy().data
     for read in reads.take():
         _fill(view[: read.size], read)
-        for part in read.parts:
-            sink.write(part.tensor, part.start, buffer[part.at : part.at + part.size])
+        _give(read, buffer, sink)
 
 
 def _read_to_device(reads: _Reads, lane: Lane, sink: ByteSink) -> None:
     for read in reads.take():
         slot, view = lane.next()
         _fill(view[: read.size], read)
-        for part in read.parts:
-            sink.write(part.tensor, part.start, slot[part.at : part.at + part.size])
+        _give(read, slot, sink)
         lane.sent()
+
+
+def _give(read: _Read, buffer: torch.Tensor, sink: ByteSink) -> None:
+    if len(read.tensors) > 1:
+        sink.write_whole(read.tensors, read.places, buffer[: read.size])
+    else:
+        sink.write(read.tensors[0], read.start, buffer[: read.size])
 
 
 def _in_threads(work: Sequence[Callable[[], None]]) -> None:
@@ -261,20 +264,26 @@ class _Reads:
 
 
 def _plan_reads(checkpoint: Checkpoint, wanted: Collection[int], most_bytes: int) -> list[_Read]:
-    """Cut the wanted tensors into reads of up to `most_bytes`; small neighbours in a file share one."""
+    """Cut the wanted tensors into reads of up to `most_bytes`; neighbours in a file share one."""
     reads: list[_Read] = []
+    last: _Read | None = None  # to which whole tensors may be added
     for index in wanted:
         stored = checkpoint.tensors[index]
-        fd, nbytes = checkpoint.files[stored.file], stored.spec.nbytes
+        nbytes, position, fd = stored.spec.nbytes, stored.offset, checkpoint.files[stored.file]
+        if (
+            last is not None
+            and last.fd == fd
+            and last.position + last.size == position
+            and last.size + nbytes <= most_bytes
+        ):
+            last.tensors.append(index)
+            last.places.append(last.size)
+            last.size += nbytes
+            continue
         for start in range(0, nbytes, most_bytes):
-            size, position = min(most_bytes, nbytes - start), stored.offset + start
-            last = reads[-1] if reads else None
-            follows = last is not None and last.fd == fd and last.position + last.size == position
-            if last is not None and follows and last.size + size <= most_bytes:
-                last.parts.append(_Part(index, start, size, last.size))
-                last.size += size
-            else:
-                reads.append(_Read(stored.file, fd, position, size, [_Part(index, start, size, 0)]))
+            size = min(most_bytes, nbytes - start)
+            reads.append(_Read(stored.file, fd, position + start, size, [index], [0], start))
+        last = reads[-1] if 0 < nbytes <= most_bytes else None
     return reads
 
 

@@ -7,7 +7,7 @@ with each other, before the first collective of the update.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -22,6 +22,8 @@ class ByteSink(Protocol):
     """What `receive` writes to; bytes are overwritten later, in the order of a device's copies."""
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
+
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None: ...
 
     def flush(self) -> None:
         """Until all that was written lies in its place, and what it came from may change."""
@@ -61,8 +63,11 @@ def receive(
         group.receive_header(plan, timeout_s, limit)
         for bucket in range(len(plan)):
             data = group.next_bucket(bucket, timeout_s, limit)
-            for piece in plan.pieces(bucket):
-                if piece.tensor in wanted:
+            pieces = [piece for piece in plan.pieces(bucket) if piece.tensor in wanted]
+            whole = [piece for piece in pieces if plan.is_whole(piece)]
+            sink.write_whole([piece.tensor for piece in whole], [piece.position for piece in whole], data)
+            for piece in pieces:
+                if not plan.is_whole(piece):
                     sink.write(piece.tensor, piece.start, data[piece.position : piece.position + piece.size])
             sink.flush()  # the bytes have left the bucket
             group.free()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -78,19 +78,43 @@ def _read_segment(data: torch.Tensor, sink: Sink) -> None:
         sink.write_whole(plan.needed, [plan.packed_offsets[index] for index in plan.needed], data)
         return
     queued: deque[Mark] = deque()
-    num_bytes = 0
     try:
-        for index in plan.needed:
-            nbytes, first = plan.sizes[index], plan.packed_offsets[index]
-            for start in range(0, nbytes, COPY_BYTES):
-                size = min(COPY_BYTES, nbytes - start)
-                sink.write(index, start, data[first + start : first + start + size])
-                num_bytes += size
-                if num_bytes >= COPY_BYTES:
-                    # A short queue keeps the link busy, and an update that is aborted ends soon.
-                    queued.append(sink.copies.mark())
-                    num_bytes = 0
-                    if len(queued) > MAX_QUEUED:
-                        queued.popleft().wait()
+        for indexes in _batches(plan.needed, plan.sizes):
+            first = plan.packed_offsets[indexes[0]]
+            if len(indexes) > 1:
+                end = plan.packed_offsets[indexes[-1]] + plan.sizes[indexes[-1]]
+                positions = [plan.packed_offsets[index] - first for index in indexes]
+                sink.write_whole(indexes, positions, data[first:end])
+            else:
+                _write_large(sink, indexes[0], data[first : first + plan.sizes[indexes[0]]], queued)
+            _queue_mark(sink, queued)
     finally:
         sink.flush()
+
+
+def _batches(indexes: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Cut into runs of tensors of together about COPY_BYTES, or single larger ones."""
+    batch: list[int] = []
+    num_bytes = 0
+    for index in indexes:
+        if batch and num_bytes + sizes[index] > COPY_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(index)
+        num_bytes += sizes[index]
+    if batch:
+        yield batch
+
+
+def _write_large(sink: DeviceSink, index: int, data: torch.Tensor, queued: deque[Mark]) -> None:
+    for start in range(0, data.numel(), COPY_BYTES):
+        if start:
+            _queue_mark(sink, queued)
+        sink.write(index, start, data[start : start + COPY_BYTES])
+
+
+def _queue_mark(sink: DeviceSink, queued: deque[Mark]) -> None:
+    """Keep the queue of copies short: the link stays busy, and an update that is aborted ends soon."""
+    queued.append(sink.copies.mark())
+    if len(queued) > MAX_QUEUED:
+        queued.popleft().wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,8 @@ class ByteSink(Protocol):
     """What a receiver writes to; the bytes it gives are overwritten in the order of the copies."""
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
+
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None: ...
 
     def flush(self) -> None:
         """Until all that was written lies in its place, and what it came from may change."""
@@ -213,8 +215,14 @@ class _Buckets:
         oldest = self._coming.popleft()
         with self._copies.current():
             self._group.wait(oldest.work, oldest.bucket, self._wait_s())
-            for piece in oldest.pieces if oldest.data is not None else ():
-                assert oldest.data is not None
-                if piece.tensor in self._wanted:
-                    part = oldest.data[piece.position : piece.position + piece.size]
-                    self._sink.write(piece.tensor, piece.start, part)
+            if oldest.data is not None:
+                self._put_away([p for p in oldest.pieces if p.tensor in self._wanted], oldest.data)
+
+    def _put_away(self, pieces: list[Piece], data: torch.Tensor) -> None:
+        whole = [piece for piece in pieces if self._plan.is_whole(piece)]
+        self._sink.write_whole([p.tensor for p in whole], [p.position for p in whole], data)
+        for piece in pieces:
+            if not self._plan.is_whole(piece):
+                self._sink.write(
+                    piece.tensor, piece.start, data[piece.position : piece.position + piece.size]
+                )

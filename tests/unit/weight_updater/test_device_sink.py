@@ -251,6 +251,30 @@ def test_a_segment_is_copied_in_bounded_pieces(monkeypatch):
         assert torch.equal(stored(sink, target)[name], value)
 
 
+def test_tensors_that_lie_alike_on_both_sides_are_one_copy_and_others_are_not():
+    target, tensors = TinyTarget(), weights(12)
+    q, k, gate, up = list(SHAPES)[1:5]
+    for names, num_copies in ([q, k], 1), ([k, q], 2), ([gate, up], 1), ([q, gate], 2), ([EMBED, q, k], 2):
+        new = {name: tensors[name] for name in names}
+        plan = plan_update(target, manifest_of(new), partial=True, merged=False)
+        destination = target.arena.allocate(torch.device("cpu"))
+        sink = DeviceSink(
+            plan, target.arena, destination, hashing=True, find_nonfinite=True, copies=LateCopies()
+        )
+        data = torch.cat([raw(value) for value in new.values()])
+        positions = [sum(value.nbytes for value in list(new.values())[:i]) for i in range(len(new))]
+        sink.write_whole(range(len(new)), positions, data)
+        assert sink.copies.most_queued == num_copies
+        sink.flush()
+        for index, (name, value) in enumerate(new.items()):
+            assert torch.equal(stored(sink, target)[name], value)
+            assert sink.received_checksum(index) == checksum(value)
+        for name in SHAPES.keys() - new.keys():
+            assert not stored(sink, target)[name].any()
+        with pytest.raises(UpdateRefused, match="overlaps"):
+            sink.write_whole(range(len(new)), positions, data)
+
+
 def test_a_streams_chunk_has_left_its_memory_when_the_next_is_asked_for():
     target, tensors = TinyTarget(), weights(10)
     sink = make_sink(target, tensors)

@@ -40,6 +40,10 @@ class FakeSink:
         self.tensors[tensor_index][byte_offset : byte_offset + data.numel()] = data
         self.num_bytes += data.numel()
 
+    def write_whole(self, indexes, positions, data: torch.Tensor) -> None:
+        for index, position in zip(indexes, positions, strict=True):
+            self.write(index, 0, data[position : position + self.tensors[index].numel()])
+
     def flush(self) -> None:
         """Nothing is put off."""
 

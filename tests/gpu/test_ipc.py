@@ -1,0 +1,199 @@
+"""Weights lent by CUDA IPC handles, between two processes on one GPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.children import Child
+from tests.engines import RunningEngine
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [5, 9, 77, 31, 8, 120, 64, 3] * 5
+
+
+@pytest.fixture(scope="module")
+def trainer(gpu_engine: RunningEngine, tiny_bf16_dir: Path, start_trainer) -> Iterator[Child]:
+    with start_trainer("tests.gpu.ipc_trainer", str(tiny_bf16_dir)) as child:
+        child.ask("connect", address=gpu_engine.address)
+        yield child
+        child.ask("close")
+
+
+def assert_live(engine: RunningEngine, trainer: Child, pushed: dict) -> None:
+    """What the trainer sent is live, to the bit, under the version that it was told."""
+    assert "reason" not in pushed, pushed
+    live = engine.weights.checksums()
+    assert live.by_name == trainer.ask("checksums")
+    assert live.weight_version == pushed["version"]
+    completion = engine.greedy(PROMPT, ignore_eos=True)
+    assert completion.weight_versions == [pushed["version"]] * 8
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("staging", ["none", "device", "host"])
+def test_what_is_lent_becomes_live(staging, verify, gpu_engine, trainer):
+    address = gpu_engine.rollout.info().weights_address
+    for step in range(3):
+        trainer.ask("train", seed=100 + step)
+        pushed = trainer.ask("push", staging=staging, verify=verify)
+        assert_live(gpu_engine, trainer, pushed)
+        assert pushed["staging"] == staging
+        assert pushed["verified"] is verify
+        assert pushed["num_changed"] == pushed["num_tensors"] == len(gpu_engine.weights.checksums().by_name)
+    again = trainer.ask("push", staging=staging, verify=True)
+    assert again["num_changed"] == 0, "the same bytes change nothing"
+    assert gpu_engine.rollout.info().weights_address == address
+
+
+def test_a_wrong_checksum_is_refused_before_a_byte_is_written(gpu_engine, trainer):
+    pushed = trainer.ask("push", staging="none")
+    before = gpu_engine.weights.checksums().by_name
+    trainer.ask("train", seed=7)
+    assert trainer.ask("push_wrong_checksum") == "CHECKSUM_MISMATCH"
+    after = gpu_engine.weights.checksums()
+    assert (after.by_name, after.weight_version) == (before, pushed["version"])
+    assert_live(gpu_engine, trainer, trainer.ask("push", staging="none"))
+
+
+@pytest.mark.parametrize("staging", ["none", "device"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_values_that_are_not_finite_are_refused(staging, verify, gpu_engine, trainer):
+    trainer.ask("train", seed=8)
+    pushed = trainer.ask("push", staging=staging)
+    before = gpu_engine.weights.checksums().by_name
+    trainer.ask("poison")
+    refused = trainer.ask("push", staging=staging, verify=verify)
+    assert refused["reason"] == "NONFINITE", refused
+    after = gpu_engine.weights.checksums()
+    assert (after.by_name, after.weight_version) == (before, pushed["version"])
+    trainer.ask("train", seed=9)
+    assert_live(gpu_engine, trainer, trainer.ask("push", staging=staging))
+
+
+def test_a_trainer_that_moves_its_weights(gpu_engine, trainer):
+    trainer.ask("train", seed=10)
+    assert_live(gpu_engine, trainer, trainer.ask("push", staging="none"))
+    before = set(trainer.ask("allocation_ids"))
+    trainer.ask("reallocate")
+    trainer.ask("train", seed=11)
+    assert_live(gpu_engine, trainer, trainer.ask("push", staging="none"))
+    gone = before - set(trainer.ask("allocation_ids"))
+    assert gpu_engine.weights.release(sorted(gone)) == 0, (
+        "the push has released what it does not lend any more"
+    )
+
+
+def test_release_unmaps(gpu_engine, trainer):
+    trainer.ask("train", seed=12)
+    assert_live(gpu_engine, trainer, trainer.ask("push", staging="none"))
+    lent = trainer.ask("allocation_ids")
+    assert gpu_engine.weights.release(lent) == len(lent)
+    assert gpu_engine.weights.release(lent) == 0
+    trainer.ask("train", seed=13)
+    assert_live(gpu_engine, trainer, trainer.ask("push", staging="none"))  # sent in full once more
+
+
+@pytest.mark.parametrize("kind", ["expandable", "strided", "float32"])
+def test_what_cannot_be_lent_as_it_is(kind, gpu_engine, tiny_bf16_dir, start_trainer):
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if kind == "expandable" else {}
+    with start_trainer("tests.gpu.ipc_trainer", str(tiny_bf16_dir), env=env) as child:
+        child.ask("connect", address=gpu_engine.address)
+        if kind == "strided":
+            child.ask("stride")
+        elif kind == "float32":
+            child.ask("to", dtype="float32")
+        for staging in ("none", "device"):
+            child.ask("train", seed=20)
+            assert_live(gpu_engine, child, child.ask("push", staging=staging))
+            child.ask("train", seed=21)
+            assert_live(gpu_engine, child, child.ask("push", staging=staging))
+        child.ask("close")
+
+
+def test_generation_goes_on_while_an_update_is_staged(gpu_engine, trainer):
+    stream = gpu_engine.rollout.generate_stream(PROMPT, max_tokens=400, temperature=0.0, ignore_eos=True)
+    labels = list(next(stream).weight_versions)
+    trainer.ask("train", seed=30)
+    pushed = trainer.ask("push", staging="device", inflight="keep")
+    for part in stream:
+        labels += part.weight_versions
+    assert set(labels) <= {pushed["version"] - 1, pushed["version"]}
+    assert labels == sorted(labels)
+    assert len(labels) == 400
+    assert_live(gpu_engine, trainer, pushed)
+
+
+def test_fifty_updates_leave_nothing_behind(gpu_engine, trainer):
+    def update(seed: int) -> None:
+        trainer.ask("train", seed=seed)
+        pushed = trainer.ask("push", staging="device" if seed % 2 else "none", verify=seed % 3 != 0)
+        assert "reason" not in pushed, pushed
+
+    for seed in range(40, 46):
+        update(seed)
+    free, handles = trainer.ask("free_bytes"), _num_handles(gpu_engine.pid)
+    for seed in range(50, 100):
+        update(seed)
+    assert abs(trainer.ask("free_bytes") - free) < 32 << 20
+    assert _num_handles(gpu_engine.pid) <= handles + 2
+    assert gpu_engine.weights.checksums().by_name == trainer.ask("checksums")
+
+
+def test_adoption_of_an_arena_on_the_gpu(tiny_bf16_dir, serve_on_gpu, start_trainer):
+    with (
+        serve_on_gpu(tiny_bf16_dir) as engine,
+        start_trainer("tests.gpu.ipc_trainer", str(tiny_bf16_dir)) as child,
+    ):
+        child.ask("connect", address=engine.address)
+        home = engine.rollout.info().weights_address
+        child.ask("adopt")
+        first = child.ask("update", seed=1)
+        assert first["extra_bytes"] == 0
+        assert_live(engine, child, first)
+        inside = engine.rollout.info().weights_address
+        assert inside != home
+        for seed in (2, 3):
+            assert_live(engine, child, child.ask("update", seed=seed))
+            assert engine.rollout.info().weights_address == inside, "it moves once"
+        assert_live(engine, child, child.ask("leave"))
+        assert engine.rollout.info().weights_address != inside
+        child.ask("adopt")
+        child.ask("update", seed=4)
+        child.process.kill()
+        child.process.wait()
+        _until_not_serving(engine)
+
+
+def test_an_engine_starts_on_an_arena_on_the_gpu(tiny_bf16_dir, serve_on_gpu, start_trainer, tmp_path):
+    descriptor = tmp_path / "arena.json"
+    with start_trainer("tests.gpu.ipc_trainer", str(tiny_bf16_dir)) as child:
+        child.ask("train", seed=1)
+        child.ask("adopt", descriptor=str(descriptor))
+        with serve_on_gpu(tiny_bf16_dir, "--weights", f"ipc:{descriptor}") as engine:
+            info = engine.rollout.info()
+            assert info.kv_capacity["preloaded_weights_bytes"] == info.weight_bytes
+            assert engine.weights.checksums().by_name == child.ask("checksums")
+            child.ask("connect", address=engine.address)
+            assert_live(engine, child, child.ask("update", seed=2))
+            assert engine.rollout.info().weights_address == info.weights_address
+            assert_live(engine, child, child.ask("leave"))
+
+
+def _until_not_serving(engine: RunningEngine) -> None:
+    deadline = time.monotonic() + 2.0
+    while engine.rollout.info().state.status != "not_serving":
+        assert time.monotonic() < deadline, "the engine has not noticed its trainer's death"
+        time.sleep(0.02)
+    assert "gone" in engine.rollout.info().state.not_serving_reason
+
+
+def _num_handles(pid: int) -> int:
+    """Open files of a process and of all below it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return len(os.listdir(f"/proc/{pid}/fd")) + sum(_num_handles(int(child)) for child in children)
