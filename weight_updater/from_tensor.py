@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -18,6 +20,10 @@ from weight_updater.sink import Sink
 
 COPY_BYTES = 128 << 20
 """Bytes of one copy from a segment to a device."""
+
+MAX_THREADS = 16
+BYTES_PER_THREAD = 64 << 20
+"""A segment that the CPU copies takes a thread for each so many bytes, up to one per core."""
 
 MAX_QUEUED = 3
 """Copies from a segment that are queued behind the one that runs."""
@@ -75,7 +81,7 @@ def _read_segment(data: torch.Tensor, sink: Sink) -> None:
     """Write the needed tensors of a segment; none of its bytes is on its way any more on return."""
     plan = sink.plan
     if not isinstance(sink, DeviceSink):
-        sink.write_whole(plan.needed, [plan.packed_offsets[index] for index in plan.needed], data)
+        _write_by_cores(data, sink)
         return
     queued: deque[Mark] = deque()
     try:
@@ -90,6 +96,25 @@ def _read_segment(data: torch.Tensor, sink: Sink) -> None:
             _queue_mark(sink, queued)
     finally:
         sink.flush()
+
+
+def _write_by_cores(data: torch.Tensor, sink: Sink) -> None:
+    """Copying and hashing by the CPU: tensors are dealt out to threads where there are bytes enough."""
+    plan = sink.plan
+    most = min(MAX_THREADS, os.cpu_count() or 1)
+    num_threads = max(1, min(most, plan.total_bytes // BYTES_PER_THREAD))
+    needed = plan.needed
+
+    def write(share: Sequence[int]) -> None:
+        sink.write_whole(share, [plan.packed_offsets[index] for index in share], data)
+
+    if num_threads == 1:
+        write(needed)
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="read-segment") as pool:
+        shares = [pool.submit(write, needed[first::num_threads]) for first in range(num_threads)]
+    for share in shares:
+        share.result()
 
 
 def _batches(indexes: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -23,6 +23,7 @@ SLACK = 16 << 20
 
 def free_bytes() -> int:
     torch.cuda.synchronize(DEVICE)
+    torch.cuda.empty_cache()  # what torch only keeps for later is free
     return torch.cuda.mem_get_info(DEVICE)[0]
 
 
