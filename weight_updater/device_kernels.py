@@ -13,11 +13,11 @@ A launch takes a table of chunks, [num_chunks, 8] int64, one program for each:
 
 and [num_rows, 2] int64 results, zeroed: the sum of the mixed words, and how many words hold a value that
 is not finite. The mix is that of checksum.py, in the same arithmetic.
+
+Arguments carry no annotations but constexpr: the compiler would evaluate them.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -29,12 +29,12 @@ _MULTIPLIER = tl.constexpr(0xBF58476D1CE4E5B9)
 
 
 @triton.jit
-def _bits(value: Any) -> Any:
+def _bits(value):
     return value.to(tl.uint64, bitcast=True)
 
 
 @triton.jit
-def _mix(words: Any, positions: Any) -> Any:
+def _mix(words, positions):
     """words, positions: uint64; position of word i is (i + 1) * _POSITION."""
     x = words ^ positions
     x = x ^ (x >> 32)
@@ -43,7 +43,7 @@ def _mix(words: Any, positions: Any) -> Any:
 
 
 @triton.jit
-def _nonfinite(words: Any, exponent: Any, step: Any) -> Any:
+def _nonfinite(words, exponent, step):
     """The top bit of every value whose exponent is all ones.
 
     exponent + step has just the top bit of every value set, and no carry leaves a value.
@@ -53,14 +53,14 @@ def _nonfinite(words: Any, exponent: Any, step: Any) -> Any:
 
 @triton.jit
 def chunks_kernel(
-    table: Any,
-    results: Any,
+    table,
+    results,
     COPY: tl.constexpr,
     SCAN: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
-) -> None:
+):
     """One chunk per program.
 
     Args:
