@@ -161,7 +161,7 @@ class DeviceSink(Sink):
 
     def _is_looked_at(self, index: int) -> bool:
         """Whether anybody will ask for what a scan of the tensor finds."""
-        return self._find_nonfinite or self.is_hashed(index)
+        return self.finds_nonfinite or self.is_hashed(index)
 
     def _shift(self, piece: Piece) -> int | None:
         """Where byte 0 of a bucket with `piece` comes to in the arena; None: no place takes it as it is."""
@@ -244,7 +244,7 @@ class DeviceSink(Sink):
         by_offset = {self.plan.slot(index).offset: index for index in whole}
         places = [self.plan.slot(by_offset[offset]) for offset in sorted(by_offset)]
         with self.copies.current():
-            found = scan_places(self.destination, places, find_nonfinite=self._find_nonfinite)
+            found = scan_places(self.destination, places, find_nonfinite=self.finds_nonfinite)
         for place, result in found:
             index = by_offset[place.offset]
             arrival = self._arrivals[index]
