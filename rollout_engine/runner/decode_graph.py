@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +47,10 @@ class DecodeCudaGraphRunner:
     Args:
         runner: its model, pool, attention backend, stream and device are used.
         batch_sizes: to capture, ascending.
-        storages: names and tensors whose identities the graphs depend on, as they are now.
+        storages: by name, the tensors whose identities the graphs depend on.
     """
 
-    def __init__(
-        self, runner: Any, batch_sizes: list[int], storages: Callable[[], dict[str, torch.Tensor]]
-    ) -> None:
+    def __init__(self, runner: Any, batch_sizes: list[int], storages: dict[str, torch.Tensor]) -> None:
         self._runner = runner
         self._sizes = batch_sizes
         self._storages = storages
@@ -117,7 +114,7 @@ class DecodeCudaGraphRunner:
             for size in reversed(self._sizes):
                 pool = self._capture(size, pool)
         runner.forward_stream.synchronize()
-        self._identities = {name: _identity(tensor) for name, tensor in self._storages().items()}
+        self._identities = {name: _identity(tensor) for name, tensor in self._storages.items()}
         sizes = ", ".join(map(str, self._sizes))
         logger.info("captured decode graphs of %s rows in %.2f s", sizes, time.monotonic() - started)
 
@@ -177,11 +174,8 @@ class DecodeCudaGraphRunner:
 
     def moved(self) -> list[str]:
         """Captured storage whose address, shape or dtype is no longer what was captured."""
-        now = self._storages()
         return [
-            name
-            for name, identity in self._identities.items()
-            if name not in now or _identity(now[name]) != identity
+            name for name, identity in self._identities.items() if _identity(self._storages[name]) != identity
         ]
 
     def check_recapture(self) -> None:

@@ -171,11 +171,11 @@ class ModelRunner:
         if kernels_for(self.last_tokens) is None or not self.attn_backend.captures:
             logger.warning("decode passes are not captured: %s attention", self.attention_backend_name)
             return
-        self.decode_graph = DecodeCudaGraphRunner(self, sizes, self._captured_storages)
+        self.decode_graph = DecodeCudaGraphRunner(self, sizes, self._captured_storages())
         self.decode_graph.capture()
 
     def _captured_storages(self) -> dict[str, torch.Tensor]:
-        """Everything whose address a graph may remember, by name."""
+        """Everything whose address a graph may remember, by name. The objects stay the same for good."""
         storages = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         storages["kv_cache"] = self.token_to_kv_pool.k[0]
         storages["last_tokens"], storages["page_table"] = self.last_tokens, self.device_page_table
