@@ -77,16 +77,8 @@ class Sender:
 
 
 def named_by_digest(client: WeightsClient, update: BeginUpdate, call: Callable[[BeginUpdate], R]) -> R:
-<<<<<<< HEAD
-    """Call with the manifest's digest where this client's engine has seen it, else with all of it.
-
-    An update without a manifest (a directory's own headers are one) is called as it is.
-    """
-    if update.manifest is None:
-=======
     """Call with the manifest's digest where this client's engine has seen it, else with all of it."""
     if update.manifest is None:  # the engine reads it from files
->>>>>>> gpu-c1
         return call(update)
     digest = update.manifest.digest()
     if digest in client.manifest_digests:
