@@ -31,12 +31,16 @@ from weight_updater.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
 
+GIL_SWITCH_SECONDS = 0.0005
+"""How long a receiver's thread may keep the loop from the interpreter; Python's own 5 ms is a decode step."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the engine until the front closes the socket. Returns the exit code."""
     parser = argparse.ArgumentParser(description="rollsync's engine process; started by `rollsync serve`")
     parser.add_argument("--fd", type=int, required=True, help="socket to the front process")
     fd = parser.parse_args(arguments).fd
+    sys.setswitchinterval(GIL_SWITCH_SECONDS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=fd))
     try:

@@ -73,10 +73,11 @@ class CudaLending:
         self._known: dict[int, _Known] = {}  # by identity
         self._buffers: dict[int, DeviceBuffer] = {}  # by GPU
         self._retired: list[DeviceBuffer] = []
-        self._key: tuple[tuple[int, int, bool], ...] = ()
+        self._key: tuple[tuple[int, int, bool, int], ...] = ()
         self._staged: list[tuple[int, torch.Tensor]] = []  # (tensor, its place in a buffer)
         self._lent: Lent | None = None
         self._kept: list[torch.Tensor] = []
+        self._bytes: dict[int, torch.Tensor] = {}  # of lent tensors, by their place in the manifest
 
     @property
     def allocation_ids(self) -> set[str]:
@@ -98,12 +99,13 @@ class CudaLending:
             _checked(spec, name, tensor) for spec, (name, tensor) in zip(manifest.tensors, named, strict=True)
         ]
         self._kept = tensors  # a source may make tensors as it goes; they live until the next push
-        key = tuple((tensor.data_ptr(), tensor.get_device(), tensor.is_contiguous()) for tensor in tensors)
+        key = tuple((t.data_ptr(), t.get_device(), t.is_contiguous(), t.nbytes) for t in tensors)
         if self._lent is None or key != self._key or not self._still_there():
+            self._bytes = {}
             self._lent = self._arrange(tensors, manifest)
             self._key = key
         self._fill(tensors)
-        for index in {index for _, index, _ in key}:
+        for index in {index for _, index, _, _ in key}:
             torch.cuda.current_stream(index).synchronize()
         return self._lent
 
@@ -116,13 +118,19 @@ class CudaLending:
         values, nonfinite = [0] * len(where), False
         for device in {tensor.device for tensor in where}:
             here = [at for at, tensor in enumerate(where) if tensor.device == device]
-            data = [where[at].view(-1).view(torch.uint8) for at in here]
+            data = [self._bytes_of(at, where[at]) for at in here]
             for at, found in zip(
                 here, scan_many(data, device, [where[at].dtype for at in here]), strict=True
             ):
                 values[at] = finish(found.total, where[at].nbytes)
                 nonfinite = nonfinite or found.nonfinite
         return values, nonfinite
+
+    def _bytes_of(self, at: int, tensor: torch.Tensor) -> torch.Tensor:
+        """[n] uint8 over a lent tensor, made once for as long as the same tensors are lent."""
+        if at not in self._bytes:
+            self._bytes[at] = tensor.view(-1).view(torch.uint8)
+        return self._bytes[at]
 
     def _still_there(self) -> bool:
         """Whether every address still lies in the allocation that it lay in."""
@@ -237,7 +245,7 @@ class CudaLending:
 
     def close(self) -> None:
         """Free everything; engines have released all of it."""
-        self._staged, self._kept, self._lent, self._key = [], [], None, ()
+        self._staged, self._kept, self._bytes, self._lent, self._key = [], [], {}, None, ()
         self._retired += self._buffers.values()
         self._buffers = {}
         self._known = {}

@@ -172,10 +172,20 @@ class WeightTarget:
         for key, parameter in self._parameters.items():
             parameter.data = self.arena.storage_view(buffer, key)
         self.buffer = buffer
+        self._bytes: dict[str, torch.Tensor] = {}
 
     def slot(self, name: str) -> torch.Tensor:
         """The live tensor of slot `name`, in the slot's dtype and shape."""
         return self.arena.slot_view(self.buffer, name)
+
+    def slot_bytes(self, name: str) -> torch.Tensor:
+        """The bytes of slot `name`, [n] uint8, live. The same view until `bind`: making one for each of
+        hundreds of slots would take longer than a GPU takes to read them all.
+        """
+        if name not in self._bytes:
+            start = self.arena.placements[name].offset
+            self._bytes[name] = self.buffer[start : start + self.arena.sizes[name]]
+        return self._bytes[name]
 
     def addresses(self) -> dict[str, int]:
         """Storage key -> address, for comparing before and after."""

@@ -17,10 +17,10 @@ import torch
 
 from weight_updater.pinned import pinned_zeros
 
-SLOT_BYTES = 16 << 20
+SLOT_BYTES = 8 << 20
 """Bytes of one slot of the ring: of one read, and of one copy to the device."""
 
-NUM_SLOTS = 32
+NUM_SLOTS = 48
 
 SLOTS_PER_LANE = 2
 """One slot is filled while the other one's bytes travel."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 512 << 10
 """What one program of the kernel takes."""
 
-_WORDS = 2048  # 64-bit words that a program takes at a time
-_NUM_WARPS = 8
+_WORDS = 1024  # 64-bit words that a program takes at a time
+_NUM_WARPS = 4
 _MAX_TABLES = 8
 _WORTH_KEEPING = 16  # ranges; smaller tables are made anew
 
@@ -250,8 +250,15 @@ def checksums_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         indexes = [index for index, tensor in enumerate(tensors) if tensor.device == device]
         # A strided tensor is copied first; at most these copies are needed beside the tensors.
-        data = [tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in indexes]
+        data = [_flat_bytes(tensors[index]) for index in indexes]
         found = scan_many(data, device, [None] * len(data))
         for index, bytes_of, one in zip(indexes, data, found, strict=True):
             values[index] = finish(one.total, bytes_of.numel())
     return values
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[n] uint8; the tensor itself if it is that already."""
+    if tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -59,7 +59,7 @@ def slot_checksums(target: WeightTarget, names: Sequence[str]) -> dict[str, int]
     for nbytes, members in alike.items():
         found = scan_rows(target.buffer, [arena.placements[name].offset for name in members], nbytes)
         values.update((name, finish(scan.total, nbytes)) for name, scan in zip(members, found, strict=True))
-    values.update(zip(others, checksums([target.slot(name) for name in others]), strict=True))
+    values.update(zip(others, checksums([target.slot_bytes(name) for name in others]), strict=True))
     return values
 
 
