@@ -25,7 +25,7 @@ from rollout_engine.batch.schedule import (
     StepResult,
 )
 from rollout_engine.kv.pages import PageAccountingError, PagePool
-from rollout_engine.kv.prefix import PrefixCache
+from rollout_engine.kv.prefix import Node, PrefixCache
 from rollout_engine.sequence import Sequence
 
 BASE_ADAPTER = 0
@@ -278,8 +278,19 @@ class Scheduler:
                 sequence.node = None  # its prefix was evicted: a page without it could never be found
                 return
             tokens = tuple(sequence.tokens(start, start + size))
-            sequence.node = self.prefix.insert(sequence.node, tokens, sequence.pages[sequence.num_node_pages])
-            sequence.num_node_pages += 1
+            self._cache_page(sequence, sequence.node, tokens)
+
+    def _cache_page(self, sequence: Sequence, parent: Node, tokens: tuple[int, ...]) -> None:
+        """Cache the sequence's next page; if its tokens are cached already, use that page from now on."""
+        at = sequence.num_node_pages
+        own = sequence.pages[at]
+        sequence.node = self.prefix.insert(parent, tokens, own)
+        if sequence.node.page != own:
+            self.prefix.hold(sequence.node.page)
+            sequence.pages[at] = sequence.node.page
+            self.prefix.drop(own)
+            sequence.num_pages_written = min(sequence.num_pages_written, at)
+        sequence.num_node_pages += 1
 
     # ------------------------------------------------------------ ends
 

@@ -71,8 +71,10 @@ class PrefixCache:
     def insert(self, parent: Node, tokens: tuple[int, ...], page: int) -> Node:
         """Cache `page`, which holds the KV of `tokens` after the path to `parent`.
 
-        If that path is cached already, the page stays private to its sequence and the cached node is
-        returned, so that the caller's next pages continue there.
+        Returns:
+            The node of these tokens. If they were cached already its page is another one: the caller must
+            take that in place of its own, since whoever has a node in use must hold all pages of the path
+            to it, or pages in the middle of a path would count as idle and could not be evicted.
         """
         if (existing := parent.children.get(tokens)) is not None:
             return existing

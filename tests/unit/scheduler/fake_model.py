@@ -9,7 +9,7 @@ from __future__ import annotations
 from rollout_engine.batch.schedule import ScheduleBatch, StepResult
 from rollout_engine.sampling import SamplingParams
 from rollout_engine.scheduler import Limits, Scheduler
-from rollout_engine.sequence import Sequence
+from rollout_engine.sequence import UNKNOWN_TOKEN, Sequence
 
 VOCAB = 97
 EOS = 0
@@ -26,6 +26,7 @@ class FakeRunner:
     def __init__(self, limits: Limits) -> None:
         self.kv = [-1] * (limits.num_pages * limits.page_size)
         self.table = [[-1] * limits.context_length for _ in range(limits.max_running)]
+        self.last = [-1] * limits.max_running  # sampled last, by row of the table
         self.modes: list[str] = []
         self.num_tokens: list[int] = []
 
@@ -35,8 +36,9 @@ class FakeRunner:
         for pool_index, first, slots in batch.slot_writes:
             self.table[pool_index][first : first + len(slots)] = slots
         assert len(set(batch.out_cache_loc)) == batch.num_tokens, "two tokens share a slot"
-        for token, slot in zip(batch.input_ids, batch.out_cache_loc, strict=True):
-            self.kv[slot] = token
+        row_of = [row for row, num_new in enumerate(batch.extend_lens) for _ in range(num_new)]
+        for token, slot, row in zip(batch.input_ids, batch.out_cache_loc, row_of, strict=True):
+            self.kv[slot] = self.last[batch.req_pool_indices[row]] if token == UNKNOWN_TOKEN else token
         at = 0
         for row, num_new in enumerate(batch.extend_lens):
             start = batch.seq_lens[row] - num_new
@@ -50,8 +52,11 @@ class FakeRunner:
             assert sample.position == length
             slots = self.table[batch.req_pool_indices[sample.row]][:length]
             tokens = [self.kv[slot] for slot in slots]
-            assert tokens == (sample.prompt_ids + sample.output_ids)[:length], "KV is not this sequence's"
+            known = (sample.prompt_ids + sample.output_ids)[:length]
+            assert tokens[: len(known)] == known, "KV is not this sequence's"
+            assert len(known) >= length - 1, "at most one token is not known yet"
             result.token_ids.append(next_token(tokens, sample.seed, sample.sample_index))
+            self.last[batch.req_pool_indices[sample.row]] = result.token_ids[-1]
             result.logprobs.append(-float(length))
             result.finite.append(True)
             result.top_logprobs.append([])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollout_engine.sampling import SamplingParams
 from rollout_engine.scheduler import Scheduler
+from rollout_engine.sequence import UNKNOWN_TOKEN
 from tests.unit.scheduler.fake_model import FakeRunner, drain, expected_output, limits, sequence
 
 
@@ -200,7 +201,10 @@ def test_priority_runs_first_and_draining_admits_only_started():
     assert scheduler.schedule(1, 1, only_started=True).sequence_ids == [1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=200, deadline=None)
+# Two sequences compute the same page at once; its cached twin must be held by both.
+@example(12, 1, [[1], [1, 1], [1, 1]], [], (False, False, True, False))
+@example(12, 1, [[1, 1], [1], [1], [1]], [], (False, False, True, False))
 @given(
     num_pages=st.integers(12, 30),
     page_size=st.integers(1, 5),
@@ -208,10 +212,10 @@ def test_priority_runs_first_and_draining_admits_only_started():
     events=st.lists(
         st.tuples(st.sampled_from(["abort", "commit", "preempt", "flush", "none"]), st.integers(0, 9))
     ),
-    switches=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    switches=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
 )
 def test_pages_are_never_lost_whatever_happens(num_pages, page_size, prompts, events, switches):
-    chunked, mixed, prefix = switches
+    chunked, mixed, prefix, overlap = switches
     bounds = limits(
         num_pages=num_pages,
         page_size=page_size,
@@ -229,14 +233,18 @@ def test_pages_are_never_lost_whatever_happens(num_pages, page_size, prompts, ev
             sequences.append(sequence(number, prompt, max_tokens=min(room, 10)))
             scheduler.add(sequences[-1])
     commit = 1
+    in_flight = None  # with overlap, the pass before is taken in once the next one is launched
     happenings = iter(events)
     for _ in range(3000):
-        if scheduler.is_idle:
+        if scheduler.is_idle and in_flight is None:
             break
         what, number = next(happenings, ("none", 0))
         if what == "abort" and scheduler.live:
             scheduler.remove(scheduler.live[number % len(scheduler.live)])
         elif what == "commit":
+            if in_flight is not None:
+                scheduler.process(*in_flight)
+                in_flight = None
             commit += 1
             scheduler.preempt_all()  # recompute, so that tokens stay predictable
             scheduler.on_commit(commit)
@@ -245,13 +253,53 @@ def test_pages_are_never_lost_whatever_happens(num_pages, page_size, prompts, ev
         elif what == "flush":
             scheduler.flush()
         scheduler.check()
-        if (batch := scheduler.schedule(commit, commit)) is not None:
-            scheduler.process(batch, runner.forward(batch))
-        else:
-            assert scheduler.is_idle
+        batch = scheduler.schedule(commit, commit)
+        launched = None if batch is None else (batch, runner.forward(batch))
+        assert launched or in_flight or scheduler.is_idle
+        if not overlap:
+            in_flight, launched = launched, None
+        if in_flight is not None:
+            scheduler.process(*in_flight)
+        in_flight = launched
         scheduler.check()
     assert scheduler.is_idle
     for one in sequences:
         assert one.output_ids == expected_output(one.prompt_ids, len(one.output_ids))
     scheduler.flush()
     assert scheduler.pool.num_free == num_pages
+
+
+def test_the_next_pass_is_made_up_while_one_is_in_flight():
+    bounds = limits(eos_token_ids=(3,))
+    scheduler, runner = Scheduler(bounds), FakeRunner(bounds)
+    one, two = sequence(0, [5, 6], max_tokens=3), sequence(1, [7], max_tokens=9)
+    scheduler.add(one)
+    scheduler.add(two)
+    first = scheduler.schedule(1, 1)
+    first_result = runner.forward(first)
+    second = scheduler.schedule(1, 1)
+    assert second.input_ids == [UNKNOWN_TOKEN] * 2
+    assert [sample.position for sample in second.samples] == [3, 2]
+    second_result = runner.forward(second)
+    first_result.token_ids[1] = 3  # the end of a sequence, found out one pass late
+    assert [s.finish_reason for s in scheduler.process(first, first_result)] == ["", "stop"]
+    third = scheduler.schedule(1, 1)
+    assert third.sequence_ids == [0]
+    assert scheduler.schedule(1, 1) is None, "the third token ends it, whatever it is"
+    assert scheduler.process(second, second_result) == [one], "what came after the end is nobody's"
+    assert two.output_ids == [3]
+    (told,) = scheduler.process(third, runner.forward(third))
+    assert (told.output_ids, told.finish_reason) == (expected_output([5, 6], 3), "length")
+    scheduler.check()
+    assert scheduler.is_idle
+
+
+def test_penalties_wait_for_the_ids_they_count():
+    scheduler = Scheduler(limits())
+    scheduler.add(sequence(0, [5, 6], params=SamplingParams(seed=7, presence_penalty=1.0)))
+    runner = FakeRunner(scheduler.limits)
+    first = scheduler.schedule(1, 1)
+    assert scheduler.schedule(1, 1) is None
+    scheduler.process(first, runner.forward(first))
+    second = scheduler.schedule(1, 1)
+    assert second.samples[0].output_ids == expected_output([5, 6], 1)
