@@ -145,9 +145,7 @@ class Sink:
 
     def claim_whole(self, lent: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Account for whole tensors that somebody else puts into their places; then call `settle_whole`.
-
-        Raises:
-            UpdateRefused: as `write` does; then none is accounted for.
+        Raises what `write` does; then none is accounted for.
         """
         sizes, num_bytes = self.plan.sizes, 0
         seen: set[int] = set()
