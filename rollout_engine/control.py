@@ -9,7 +9,7 @@ import torch
 from rollout_engine import messages
 from rollout_engine.errors import EngineError, Reason
 from rollout_engine.flows import Flow, OffLoop, Until
-from rollout_engine.request_table import RequestTable
+from rollout_engine.request_table import RequestTable, too_old
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.update_flow import Gate
@@ -64,10 +64,7 @@ class Control:
         if (why := self.not_serving()) is not None:
             raise EngineError(*why)
         if self._updater.version < min_version:
-            raise EngineError(
-                Reason.VERSION_TOO_OLD,
-                f"weight version {min_version} or newer was asked for; {self._updater.version} is live",
-            )
+            raise too_old(min_version, self._updater.version)
 
     def check_awake(self) -> None:
         """Raise EngineError(ASLEEP) while the weights' memory is released."""

@@ -85,6 +85,7 @@ class UpdateFlow:
 
     Args:
         finish: ends a live sequence with a finish reason and tells its caller.
+        end_too_old: ends the live requests whose min_version is above the version given.
         copy_bytes_per_second: of one plain copy on this device, measured at start (the floor).
     """
 
@@ -95,6 +96,7 @@ class UpdateFlow:
         gate: Gate,
         uploads: Uploads,
         finish: Callable[[Sequence, str, str], None],
+        end_too_old: Callable[[int], None],
         copy_bytes_per_second: float,
     ) -> None:
         self._updater = updater
@@ -102,6 +104,7 @@ class UpdateFlow:
         self._gate = gate
         self._uploads = uploads
         self._finish = finish
+        self._end_too_old = end_too_old
         self._copy_bytes_per_second = copy_bytes_per_second
         self._num_receiving = 0
         self._feeding_call = -1
@@ -168,6 +171,7 @@ class UpdateFlow:
             self._gate.unpark()
             raise
         self._scheduler.on_commit(self._updater.commit_sequence)
+        self._end_too_old(self._updater.version)  # before a forward pass can run them
         return self._complete(reply, settled)
 
     def tick(self, now: float) -> None:
