@@ -217,7 +217,12 @@ class UpdateFlow:
                 opened = self._updater.open
                 assert opened is not None
                 self._refuse_endless_wait(opened.request.inflight)
-                self._settled = yield from self._settle(opened.request.inflight, opened.update_id)
+                try:
+                    yield OffLoop(receive.look)  # before a sequence is disturbed
+                except UpdateError as fault:
+                    return self._updater.received(receive, fault)
+                if self._is_open(opened.update_id):
+                    self._settled = yield from self._settle(opened.request.inflight, opened.update_id)
                 if not self._is_open(opened.update_id):
                     return self._updater.received(receive, None)  # raises what ended it
                 self._gate.park()

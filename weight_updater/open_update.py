@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -110,13 +111,25 @@ class OpenUpdate:
         self.deadline = time.monotonic() + (lease_s or self.lease_s)
 
 
-def check_received(update: OpenUpdate) -> None:
+class Arrived(Protocol):
+    """What `check_received` asks; a Sink answers for bytes that came, a Look for those that would."""
+
+    def incomplete(self) -> list[tuple[int, int]]: ...
+    def received_checksum(self, index: int) -> int: ...
+    def slot_checksum(self, index: int) -> int: ...
+    def is_nonfinite(self, index: int) -> bool: ...
+
+
+def check_received(update: OpenUpdate, source: Arrived | None = None) -> None:
     """Raise whatever can still refuse the update: missing bytes, wrong checksums, non-finite values.
+
+    Args:
+        source: what to check; None checks the update's sink.
 
     Raises:
         UpdateRefused: INCOMPLETE, CHECKSUM_MISMATCH, MANIFEST_MISMATCH, NONFINITE.
     """
-    sink, plan = update.sink, update.plan
+    sink, plan = source or update.sink, update.plan
     tensors = plan.manifest.tensors
     incomplete = sink.incomplete()
     if incomplete:
@@ -127,7 +140,7 @@ def check_received(update: OpenUpdate) -> None:
             f"{tensors[index].name} with {arrived} of {tensors[index].nbytes} bytes",
         )
     if not update.request.skip_checksums:
-        _check_checksums(update)
+        _check_checksums(update, sink)
     for twin, writer in plan.twins.items():
         same = tensors[twin].dtype == tensors[writer].dtype
         read = sink.received_checksum if same else sink.slot_checksum
@@ -147,18 +160,18 @@ def check_received(update: OpenUpdate) -> None:
             )
 
 
-def _check_checksums(update: OpenUpdate) -> None:
+def _check_checksums(update: OpenUpdate, sink: Arrived) -> None:
     wrong = []
     for index in update.plan.needed:
         spec = update.plan.manifest.tensors[index]
-        if spec.checksum is not None and spec.checksum != update.sink.received_checksum(index):
+        if spec.checksum is not None and spec.checksum != sink.received_checksum(index):
             wrong.append(index)
     if wrong:
         spec = update.plan.manifest.tensors[wrong[0]]
         more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
         raise UpdateRefused(
             Reason.CHECKSUM_MISMATCH,
-            f"{spec.name} arrived with checksum {update.sink.received_checksum(wrong[0]):016x}, the manifest "
+            f"{spec.name} arrived with checksum {sink.received_checksum(wrong[0]):016x}, the manifest "
             f"promised {spec.checksum:016x}{more}; the bytes changed on the way, send them again",
         )
 

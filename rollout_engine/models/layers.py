@@ -36,8 +36,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> the same shape and dtype."""
         wide = x.float()
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        scale = scale.div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        # The steps of transformers, each rounded as there: a norm in one operation gives other last bits.
+        scale = wide.pow(2).mean(dim=-1, keepdim=True).add_(self.eps).rsqrt_()
         # Rounds to the model's dtype before the product with the weight, as transformers does.
         normed: torch.Tensor = (wide * scale).to(x.dtype).mul_(self.weight)
         return normed
@@ -157,7 +157,8 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     cos, sin = rope
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+    # Two products and a sum, each rounded, as in transformers; addcmul would round once less.
+    return (x * cos).add_(swapped.mul_(sin))
 
 
 class Attention(nn.Module):
