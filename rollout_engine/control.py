@@ -14,7 +14,7 @@ from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.update_flow import Gate
 from rollout_engine.uploads import Uploads
-from weight_updater.checksum import fold
+from weight_updater.checksum import fold_by_name
 from weight_updater.updater import WeightUpdater
 
 MEMORY_TAGS = ("weights", "kv_cache", "graphs")
@@ -171,7 +171,8 @@ class Control:
         self.check_awake()
         self._check_names(command.names)
         by_name = self._updater.checksums(command.names)
-        return {"names": list(by_name), "checksums": list(by_name.values()), "folded": fold(by_name.values())}
+        folded = fold_by_name(by_name)
+        return {"names": list(by_name), "checksums": list(by_name.values()), "folded": folded}
 
     def read_weight(self, command: messages.ReadWeight) -> dict[str, Any]:
         """Copy a piece of a live tensor into an upload slot."""

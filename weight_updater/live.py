@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weight_updater import from_ipc, replies
 from weight_updater.arena import WeightTarget
-from weight_updater.checksum import checksum, fold
+from weight_updater.checksum import checksum, fold_by_name
 from weight_updater.commit import make_live
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
@@ -147,7 +147,7 @@ class LiveWeights:
             version=self.version,
             previous_version=rolled_back_from,
             commit_sequence=self.commit_sequence,
-            live=fold(self._all_known().values()) if previous.checksums else 0,
+            live=fold_by_name(self._all_known()) if previous.checksums else 0,
         )
 
     def tear(self, reason: str) -> None:
