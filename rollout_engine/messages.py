@@ -290,7 +290,7 @@ class Outputs(Message, frozen=True):
 
 
 class RequestRefused(Message, frozen=True):
-    """A SubmitRequest that was not taken."""
+    """A SubmitRequest that was not taken; or taken, and of which nothing was sampled yet."""
 
     request_id: str
     error: ErrorInfo

@@ -304,7 +304,11 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReply:
-    """What became of an update so far; every path gives the same fields."""
+    """What became of an update so far; every path gives the same fields.
+
+    received_checksum: over what arrived; live_checksum: over all slots. Both in the order of the slots'
+        names, tied ones once, so that they are equal after a full update that cast nothing. 0: not hashed.
+    """
 
     update_id: str
     state: UpdateState

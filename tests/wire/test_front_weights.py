@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from rollout_engine.v1 import weights_pb2 as pb
-from tests.wire.fake_engine import LAYOUT, weight_bytes
+from tests.wire.fake_replies import LAYOUT, weight_bytes
 from tests.wire.front import reason_of, serving, wait_until
 
 CODE = grpc.StatusCode
