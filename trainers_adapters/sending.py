@@ -66,5 +66,5 @@ class Sender:
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """A tensor's logical row-major bytes: borrowed if it is contiguous on a CPU, else a copy."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data

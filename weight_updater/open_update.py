@@ -137,7 +137,7 @@ def check_received(update: OpenUpdate) -> None:
                 conflict(tensors[twin], tensors[writer], read(twin), read(writer)),
             )
     if not update.request.allow_nonfinite:
-        bad = [index for index in plan.applied if sink.is_nonfinite(index)]
+        bad = sink.nonfinite(plan.applied)
         if bad:
             more = f" (and {len(bad) - 1} more tensors)" if len(bad) > 1 else ""
             raise UpdateRefused(

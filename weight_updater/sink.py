@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -187,7 +187,7 @@ class Sink:
         self._scan_small()
         return finish(self._arrivals[index].total, self.plan.sizes[index])
 
-    def received_checksums(self, indexes: Iterable[int]) -> list[int]:
+    def received_checksums(self, indexes: Sequence[int]) -> list[int]:
         """`received_checksum` of many tensors."""
         self._scan_small()
         arrivals, sizes = self._arrivals, self.plan.sizes
@@ -195,8 +195,12 @@ class Sink:
 
     def is_nonfinite(self, index: int) -> bool:
         """Whether a value of the tensor was not finite in the slot's dtype."""
+        return bool(self.nonfinite([index]))
+
+    def nonfinite(self, indexes: Sequence[int]) -> list[int]:
+        """Those of `indexes` of which a value was not finite in the slot's dtype."""
         self._scan_small()
-        return self._arrivals[index].nonfinite
+        return [index for index in indexes if self._arrivals[index].nonfinite]
 
     def slot_bytes(self, index: int) -> torch.Tensor | None:
         """The stored tensor in its slot's dtype and shape; None for a borrowed one that needs a cast."""
@@ -225,9 +229,15 @@ class Sink:
             partial.add(start * piece.element_size(), piece.view(torch.uint8))
         return partial.value(spec.numel * ITEMSIZE[place.dtype])
 
-    def slot_checksums(self, indexes: Iterable[int]) -> list[int]:
+    def slot_checksums(self, indexes: Sequence[int]) -> list[int]:
         """`slot_checksum` of many tensors."""
-        return [self.slot_checksum(index) for index in indexes]
+        if not self._hashing:
+            return [self.slot_checksum(index) for index in indexes]
+        casts = self.plan.casts
+        return [
+            self.slot_checksum(index) if index in casts else value
+            for index, value in zip(indexes, self.received_checksums(indexes), strict=True)
+        ]
 
     def _begin_write(self, index: int, offset: int, data: torch.Tensor) -> Arrival:
         if not 0 <= index < len(self._arrivals):
@@ -296,12 +306,12 @@ class Sink:
             if self._ended_by is not None:
                 raise self._ended_by
             for index in indexes:
-                arrival, nbytes = arrivals[index], sizes[index]
-                if arrival.spans:
+                if arrivals[index].spans:
                     spec = self.plan.manifest.tensors[index]
-                    raise bad_chunk(spec, 0, nbytes, _overlap(arrival.spans[0]))
-                arrival.spans.append((0, nbytes))
-                self.received_bytes += nbytes
+                    raise bad_chunk(spec, 0, sizes[index], _overlap(arrivals[index].spans[0]))
+            for index in indexes:
+                arrivals[index].spans.append((0, sizes[index]))
+            self.received_bytes += sum([sizes[index] for index in indexes])
             self._num_writing += 1
         try:
             if self.destination is None:
