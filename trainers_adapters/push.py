@@ -219,7 +219,7 @@ class _Push:
 
     def _begin_all(self, fields: dict[str, Any]) -> BeginReply:
         def begin(client: WeightsClient) -> BeginReply:
-            return _begin(client, replace(self._update, **fields), self._outgoing.seconds_left)
+            return _begin(client, replace(self._update, **fields), self._outgoing)
 
         replies = self._on_all(begin, "BeginUpdate")
         agreed = {(reply.next_version, reply.bucket_bytes, reply.total_bytes) for reply in replies}
@@ -352,19 +352,19 @@ class _Push:
             raise PushError("INTERNAL", "NOT_APPLIED", f"{where} {wrong}; do not trust its samples")
 
 
-def _begin(client: WeightsClient, update: BeginUpdate, timeout_s: float) -> BeginReply:
+def _begin(client: WeightsClient, update: BeginUpdate, outgoing: Outgoing) -> BeginReply:
     """Begin with the manifest's digest where this client's engine has seen it, else with all of it."""
-    manifest = update.manifest
-    if manifest is not None and manifest.digest() in client.manifest_digests:
+    manifest, digest = update.manifest, outgoing.digest
+    if manifest is not None and digest in client.manifest_digests:
         sums = [spec.checksum for spec in manifest.tensors if spec.checksum is not None]
-        short = replace(update, manifest=None, manifest_digest=manifest.digest(), checksums=tuple(sums))
+        short = replace(update, manifest=None, manifest_digest=digest, checksums=tuple(sums))
         try:
-            return client.begin(short, timeout_s=timeout_s)
+            return client.begin(short, timeout_s=outgoing.seconds_left)
         except RollsyncError as error:
             if error.reason != "MANIFEST_UNKNOWN":  # another engine process listens there now
                 raise
-            client.manifest_digests.discard(manifest.digest())
-    reply = client.begin(update, timeout_s=timeout_s)
+            client.manifest_digests.discard(digest)
+    reply = client.begin(update, timeout_s=outgoing.seconds_left)
     client.manifest_digests.add(reply.manifest_digest)
     return reply
 

@@ -31,9 +31,9 @@ class IpcArena(Sender):
         return self._segment.descriptor
 
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
-        if not self._segment.fits(outgoing.manifest):
+        if not self._segment.fits(outgoing):
             self.close()
-        self._segment.fill(outgoing.source, outgoing.manifest)
+        self._segment.fill(outgoing)
         return {}
 
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:

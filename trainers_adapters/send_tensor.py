@@ -79,7 +79,7 @@ class TensorSegment(Sender):
         self._segment = PackedSegment()
 
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
-        self._segment.fill(outgoing.source, outgoing.manifest)
+        self._segment.fill(outgoing)
         return {}
 
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:

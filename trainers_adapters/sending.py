@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +20,19 @@ from weight_updater.requests import BeginReply, Manifest, Path, UpdateReply
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One push: what is sent, until when (time.monotonic()), and whether with checksums."""
+    """One push: what is sent, until when (time.monotonic()), and whether with checksums.
+
+    digest: the manifest's.
+    """
 
     source: Source
     manifest: Manifest
     deadline: float
     verify: bool = True
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", self.manifest.digest())
 
     @property
     def seconds_left(self) -> float:
