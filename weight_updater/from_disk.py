@@ -19,7 +19,7 @@ from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import conflict, plan_update
 from weight_updater.requests import FromDisk, Manifest, TensorSpec
-from weight_updater.safetensors_header import corrupt
+from weight_updater.safetensors_header import Headers, corrupt
 from weight_updater.safetensors_io import Checkpoint, open_checkpoint
 from weight_updater.sink import Sink
 
@@ -33,6 +33,8 @@ class ByteSink(Protocol):
     """What `receive` writes to; called by several threads at once, the buffer is reused on return."""
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
+
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None: ...
 
 
 def allowed_directory(directory: str, roots: Sequence[str]) -> str:
@@ -55,13 +57,16 @@ def allowed_directory(directory: str, roots: Sequence[str]) -> str:
     )
 
 
-def read_manifest(directory: str) -> Manifest:
+def read_manifest(directory: str, headers: Headers | None = None) -> Manifest:
     """What `directory` would bring: one TensorSpec per tensor, with the checksums its files carry.
+
+    Args:
+        headers: as for `safetensors_io.open_checkpoint`.
 
     Raises:
         UpdateRefused: as for `safetensors_io.open_checkpoint`.
     """
-    with open_checkpoint(directory) as checkpoint:
+    with open_checkpoint(directory, headers=headers) as checkpoint:
         return checkpoint.manifest
 
 
@@ -73,6 +78,7 @@ def receive(
     needed: Collection[int] | None = None,
     num_threads: int = 0,
     pin: bool = False,
+    headers: Headers | None = None,
 ) -> None:
     """Read every needed tensor of `request.directory` into `sink`; blocks. WORKER.
 
@@ -81,12 +87,13 @@ def receive(
         needed: indexes of the tensors to read (`Plan.needed`); None reads all.
         num_threads: 0 means one per core, up to 8.
         pin: read through pinned buffers, for a sink on a GPU.
+        headers: as for `safetensors_io.open_checkpoint`.
 
     Raises:
         UpdateRefused: FILE_CORRUPT if a file changed, was truncated or cannot be read; what
             `open_checkpoint` raises; whatever the sink raises.
     """
-    with open_checkpoint(request.directory) as checkpoint:
+    with open_checkpoint(request.directory, headers=headers) as checkpoint:
         _check_agrees(checkpoint, manifest)
         _read(checkpoint, sink, needed, num_threads, pin)
         checkpoint.check_unchanged()
@@ -132,16 +139,21 @@ def load_directory(target: WeightTarget, directory: str, *, num_threads: int = 0
     return manifest
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Bytes [start, start + size) of a tensor; they lie at `position` of an open file."""
+@dataclass(slots=True)
+class _Read:
+    """One read: `size` bytes at `position` of an open file.
 
-    tensor: int
-    start: int
-    size: int
+    tensors: whose bytes they are: several whole ones that start at `places` of what is read, or one, from
+        its byte `start` on.
+    """
+
+    file: str
     fd: int
     position: int
-    file: str
+    size: int
+    tensors: list[int]
+    places: list[int]
+    start: int
 
 
 def _check_agrees(checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -176,7 +188,7 @@ def _read(
     checkpoint: Checkpoint, sink: ByteSink, needed: Collection[int] | None, num_threads: int, pin: bool
 ) -> None:
     wanted = range(len(checkpoint.tensors)) if needed is None else sorted(needed)
-    pieces = iter(_pieces(checkpoint, wanted))
+    reads = iter(_plan_reads(checkpoint, wanted))
     turn = threading.Lock()
     failed = threading.Event()
 
@@ -185,14 +197,17 @@ def _read(
         view = buffer.numpy().data
         while not failed.is_set():
             with turn:
-                piece = next(pieces, None)
-            if piece is None:
+                read = next(reads, None)
+            if read is None:
                 return
             try:
-                _fill(view[: piece.size], piece)
-                sink.write(piece.tensor, piece.start, buffer[: piece.size])
+                _fill(view[: read.size], read)
+                if len(read.tensors) > 1:
+                    sink.write_whole(read.tensors, read.places, buffer[: read.size])
+                else:
+                    sink.write(read.tensors[0], read.start, buffer[: read.size])
             except BaseException:
-                failed.set()  # the others stop after their piece; the error is raised below
+                failed.set()  # the others stop after their read; the error is raised below
                 raise
 
     num_threads = num_threads or min(MAX_THREADS, os.cpu_count() or 1)
@@ -202,24 +217,37 @@ def _read(
         worker.result()
 
 
-def _pieces(checkpoint: Checkpoint, wanted: Collection[int]) -> list[_Piece]:
-    pieces = []
+def _plan_reads(checkpoint: Checkpoint, wanted: Collection[int]) -> list[_Read]:
+    """Cut the wanted tensors into reads of up to CHUNK_BYTES; neighbours in a file share one."""
+    reads: list[_Read] = []
+    last: _Read | None = None  # to which whole tensors may be added
     for index in wanted:
         stored = checkpoint.tensors[index]
-        nbytes, fd = stored.spec.nbytes, checkpoint.files[stored.file]
+        nbytes, position, fd = stored.spec.nbytes, stored.offset, checkpoint.files[stored.file]
+        if (
+            last is not None
+            and last.fd == fd
+            and last.position + last.size == position
+            and last.size + nbytes <= CHUNK_BYTES
+        ):
+            last.tensors.append(index)
+            last.places.append(last.size)
+            last.size += nbytes
+            continue
         for start in range(0, nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, nbytes - start)
-            pieces.append(_Piece(index, start, size, fd, stored.offset + start, stored.file))
-    return pieces
+            reads.append(_Read(stored.file, fd, position + start, size, [index], [0], start))
+        last = reads[-1] if 0 < nbytes <= CHUNK_BYTES else None
+    return reads
 
 
-def _fill(view: memoryview, piece: _Piece) -> None:
+def _fill(view: memoryview, read: _Read) -> None:
     filled = 0
-    while filled < piece.size:
+    while filled < read.size:
         try:
-            count = os.preadv(piece.fd, [view[filled:]], piece.position + filled)
+            count = os.preadv(read.fd, [view[filled:]], read.position + filled)
         except OSError as error:
-            raise corrupt(piece.file, f"it cannot be read: {os.strerror(error.errno or 0)}") from error
+            raise corrupt(read.file, f"it cannot be read: {os.strerror(error.errno or 0)}") from error
         if not count:
-            raise corrupt(piece.file, "it was truncated while it was read")
+            raise corrupt(read.file, "it was truncated while it was read")
         filled += count

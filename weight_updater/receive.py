@@ -100,7 +100,8 @@ class Receivers:
         if not named:
             raise UpdateRefused(Reason.INVALID_UPDATE, "the disk path needs a directory")
         directory = self._manifests.directory(named)
-        found = from_disk.read_manifest(directory)
+        headers = self._manifests.headers
+        found = from_disk.read_manifest(directory, headers)
         check_files(update.plan.manifest, found, named)
         update.directory = named
         from_disk.receive(
@@ -109,6 +110,7 @@ class Receivers:
             update.sink,
             needed=update.plan.needed,
             pin=self._target.device.type == "cuda",
+            headers=headers,
         )
 
     def _distributed(self, update: OpenUpdate, request: FromDistributed) -> None:

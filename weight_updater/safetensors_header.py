@@ -7,10 +7,12 @@ the rest  the tensors' bytes, back to back, without holes, to the end of the fil
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from weight_updater.errors import Reason, UpdateRefused
@@ -21,6 +23,8 @@ CHECKSUMS_KEY = "rollsync.checksums"
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library; a longer header is garbage."""
+
+_MAX_SIZE = 1 << 62
 
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 DTYPE_CODES = {name: code for code, name in DTYPES.items()}
@@ -72,12 +76,35 @@ def open_regular(path: str, shown: str) -> tuple[int, FileIdentity]:
     return fd, FileIdentity.of(found)
 
 
-def read_header(fd: int, size: int, path: str) -> list[StoredTensor]:
-    """The tensors of an open file of `size` bytes, in the order of their bytes.
-
-    Raises:
-        UpdateRefused: FILE_CORRUPT, or INVALID_UPDATE for a dtype that no update may bring.
+class Headers:
+    """The headers of the checkpoint that was read last. An update reads its files' headers three times; they
+    are parsed again only if their bytes are others. Threads that read at once only forget more.
     """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, int, bytes], list[StoredTensor]] = {}
+        self._known: dict[tuple[str, int, bytes], list[StoredTensor]] = {}
+
+    def start(self) -> None:
+        """A checkpoint is about to be read; what is not read this time is forgotten the next."""
+        self._known, self._last = self._last, {}
+
+    def read(self, fd: int, size: int, path: str) -> list[StoredTensor]:
+        """The tensors of an open file of `size` bytes, in the order of their bytes; not to be changed.
+
+        Raises:
+            UpdateRefused: FILE_CORRUPT, or INVALID_UPDATE for a dtype that no update may bring.
+        """
+        raw = _header_bytes(fd, size, path)
+        key = (path, size, hashlib.blake2b(raw, digest_size=32).digest())
+        tensors = self._known.get(key)
+        if tensors is None:
+            tensors = _parse(raw, size, path)
+        self._last[key] = tensors
+        return tensors
+
+
+def _header_bytes(fd: int, size: int, path: str) -> bytes:
     if size < 8:
         raise corrupt(path, f"header too small: the file has {size} bytes")
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
@@ -90,14 +117,18 @@ def read_header(fd: int, size: int, path: str) -> list[StoredTensor]:
     raw = os.pread(fd, length, 8)
     if len(raw) != length:
         raise corrupt(path, "it was truncated while it was read")
+    return raw
+
+
+def _parse(raw: bytes, size: int, path: str) -> list[StoredTensor]:
     header = parse_json(raw, path)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt(path, "__metadata__ is not a map of strings")
     checksums = _checksums(metadata, path)
-    data_start = 8 + length
+    data_start = 8 + len(raw)
     tensors = [_entry(name, entry, checksums.get(name), path) for name, entry in header.items()]
-    tensors.sort(key=lambda found: (found[0], found[1]))
+    tensors.sort(key=itemgetter(0, 1))
     expected = 0
     for begin, end, spec in tensors:
         if begin != expected:
@@ -167,6 +198,7 @@ def _entry(name: str, entry: Any, checksum: int | None, path: str) -> tuple[int,
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 62 for item in value
-    )
+    if not isinstance(value, list):
+        return False
+    # of JSON's types only int is a size, and bool is another type
+    return all([type(item) is int and 0 <= item < _MAX_SIZE for item in value])

@@ -1,5 +1,6 @@
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ class FakeSink:
             assert span not in self.spans
             self.spans.add(span)
         self.tensors[tensor_index][byte_offset : byte_offset + data.numel()] = data
+
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None:
+        for index, position in zip(indexes, positions, strict=True):
+            self.write(index, 0, data[position : position + self.tensors[index].numel()])
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
