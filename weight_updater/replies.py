@@ -30,7 +30,7 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
         seconds=StageSeconds(transfer=update.transfer_s, verify=update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s),
         verified=update.verified and _checksums_came(update),
-        received_checksum=fold(sink.received_checksum(index) for index in plan.needed) if hashed else 0,
+        received_checksum=fold(sink.received_checksums(plan.needed)) if hashed else 0,
         warnings=_warnings(update),
         extra_bytes=update.extra_bytes,
     )
@@ -66,7 +66,7 @@ def committed(
         seconds=_seconds(done, update.transfer_s, update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s + done.seconds),
         verified=_checksums_came(update),
-        received_checksum=fold(sink.received_checksum(index) for index in plan.needed) if hashed else 0,
+        received_checksum=fold(sink.received_checksums(plan.needed)) if hashed else 0,
         live_checksum=fold(live.values()) if hashed and live else 0,
         graphs_kept=done.graphs_kept,
         graphs_recaptured=done.graphs_recaptured,

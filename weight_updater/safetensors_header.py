@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from operator import itemgetter
 from typing import Any
 
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.requests import TensorSpec
+from weight_updater.requests import ITEMSIZE, TensorSpec
 
 CHECKSUMS_KEY = "rollsync.checksums"
 """Key of the file's metadata under which our writer keeps {tensor name: 16 hex digits} as JSON."""
@@ -25,6 +26,7 @@ MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library; a longer header is garbage."""
 
 _MAX_SIZE = 1 << 62
+_ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 DTYPE_CODES = {name: code for code, name in DTYPES.items()}
@@ -178,7 +180,7 @@ def _checksums(metadata: dict[str, str], path: str) -> dict[str, int]:
 
 def _entry(name: str, entry: Any, checksum: int | None, path: str) -> tuple[int, int, TensorSpec]:
     """(begin, end, spec) of one entry, checked by itself."""
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+    if not isinstance(entry, dict) or not entry.keys() >= _ENTRY_KEYS:
         raise corrupt(path, f"{name} lacks dtype, shape or data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -188,17 +190,16 @@ def _entry(name: str, entry: Any, checksum: int | None, path: str) -> tuple[int,
             Reason.INVALID_UPDATE,
             f"{path}: {name} has dtype {code}; an update brings one of {', '.join(DTYPES)}",
         )
-    spec = TensorSpec(name, DTYPES[code], tuple(shape), checksum)
-    if spec.nbytes != offsets[1] - offsets[0]:
+    begin, end = offsets
+    dtype = DTYPES[code]
+    if math.prod(shape) * ITEMSIZE[dtype] != end - begin:
         raise corrupt(
             path,
-            f"invalid shape: {name} is {code} {shape}, but has {offsets[1] - offsets[0]} bytes",
+            f"invalid shape: {name} is {code} {shape}, but has {end - begin} bytes",
         )
-    return offsets[0], offsets[1], spec
+    return begin, end, TensorSpec(name, dtype, tuple(shape), checksum)
 
 
 def _are_sizes(value: Any) -> bool:
-    if not isinstance(value, list):
-        return False
-    # of JSON's types only int is a size, and bool is another type
-    return all([type(item) is int and 0 <= item < _MAX_SIZE for item in value])
+    # A bool is an int, but of another type.
+    return isinstance(value, list) and all([type(item) is int and 0 <= item < _MAX_SIZE for item in value])

@@ -244,7 +244,7 @@ def _shards(
         if shard and nbytes + tensor.nbytes > max_shard_bytes:
             yield shard
             shard, nbytes = [], 0
-        shard.append((name, tensor.detach()))
+        shard.append((name, tensor.detach() if tensor.requires_grad else tensor))
         nbytes += tensor.nbytes
     if shard:
         yield shard
@@ -254,22 +254,7 @@ def _write_file(path: str, shard: list[tuple[str, torch.Tensor]], checksums: boo
     # The format allows no holes: whole words first, then by falling item size, so that every tensor is
     # aligned to its items and, but for the odd-sized ones at the end, to 8 bytes.
     shard = sorted(shard, key=lambda item: (item[1].nbytes % 8 != 0, -item[1].element_size()))
-    metadata = {"format": "pt"}
-    if checksums:
-        values = tensor_checksums([tensor for _, tensor in shard])
-        found = {name: f"{value:016x}" for (name, _), value in zip(shard, values, strict=True)}
-        metadata[CHECKSUMS_KEY] = json.dumps(found, separators=(",", ":"))
-    header: dict[str, object] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in shard:
-        header[name] = {
-            "dtype": DTYPE_CODES[DTYPE_NAMES[tensor.dtype]],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-(8 + len(raw)) % _DATA_ALIGNMENT)
+    raw = _header(shard, checksums)
     with open(path, "xb", buffering=_BUFFER_BYTES) as file:
         file.write(len(raw).to_bytes(8, "little"))
         file.write(raw)
@@ -278,6 +263,28 @@ def _write_file(path: str, shard: list[tuple[str, torch.Tensor]], checksums: boo
                 file.write(part)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _header(shard: list[tuple[str, torch.Tensor]], checksums: bool) -> bytes:
+    """The JSON of a file's header, filled up with spaces. Text from the start: a tree of many small objects
+    would be looked through by the garbage collector while it grows.
+    """
+    metadata = {"format": "pt"}
+    if checksums:
+        values = tensor_checksums([tensor for _, tensor in shard])
+        found = {name: f"{value:016x}" for (name, _), value in zip(shard, values, strict=True)}
+        metadata[CHECKSUMS_KEY] = json.dumps(found, separators=(",", ":"))
+    entries = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
+    end = 0
+    for name, tensor in shard:
+        start, end = end, end + tensor.nbytes
+        shape = ",".join(map(str, tensor.shape))
+        code = DTYPE_CODES[DTYPE_NAMES[tensor.dtype]]
+        entries.append(
+            f'{json.dumps(name)}:{{"dtype":"{code}","shape":[{shape}],"data_offsets":[{start},{end}]}}'
+        )
+    raw = f"{{{','.join(entries)}}}".encode()
+    return raw + b" " * (-(8 + len(raw)) % _DATA_ALIGNMENT)
 
 
 def _row_major_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:

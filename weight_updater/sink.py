@@ -358,9 +358,10 @@ class Sink:
             starts.append(offset)
         for (nbytes, name), (members, starts) in alike.items():
             dtype = TORCH_DTYPES[name] if self._find_nonfinite else None
-            for index, found in zip(members, scan_rows(buffer, starts, nbytes, dtype), strict=True):
-                self._arrivals[index].total = found.total
-                self._arrivals[index].nonfinite = found.nonfinite
+            totals, nonfinite = scan_rows(buffer, starts, nbytes, dtype)
+            for index, total, bad in zip(members, totals, nonfinite, strict=True):
+                arrival = self._arrivals[index]
+                arrival.total, arrival.nonfinite = total, bad
 
     def _borrow(self, index: int, offset: int, data: torch.Tensor) -> tuple[int, bool]:
         """Remember a whole tensor of the trainer's and read it once."""
