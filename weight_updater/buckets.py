@@ -66,6 +66,10 @@ class BucketPlan:
                 found.append(Piece(tensor, first - offset, last - first, first - begin))
         return found
 
+    def is_whole(self, piece: Piece) -> bool:
+        """Whether a piece is a whole tensor."""
+        return piece.size == self._sizes[piece.tensor]
+
     def digest(self) -> str:
         """32 hex digits over the manifest's names, dtypes and shapes, and over how it is cut."""
         text = f"{self.manifest.digest()} {self.bucket_bytes} {self.total_bytes} {len(self)}"

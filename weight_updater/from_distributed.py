@@ -7,7 +7,7 @@ with each other, before the first collective of the update.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -21,6 +21,8 @@ class ByteSink(Protocol):
     """What `receive` writes to; the bytes it gives are overwritten after the call."""
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
+
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None: ...
 
 
 def receive(
@@ -53,8 +55,11 @@ def receive(
         group.receive_header(plan, timeout_s, limit)
         for bucket in range(len(plan)):
             data = group.next_bucket(bucket, timeout_s, limit)
-            for piece in plan.pieces(bucket):
-                if piece.tensor in wanted:
+            pieces = [piece for piece in plan.pieces(bucket) if piece.tensor in wanted]
+            whole = [piece for piece in pieces if plan.is_whole(piece)]
+            sink.write_whole([piece.tensor for piece in whole], [piece.position for piece in whole], data)
+            for piece in pieces:
+                if not plan.is_whole(piece):
                     sink.write(piece.tensor, piece.start, data[piece.position : piece.position + piece.size])
             group.free()
         group.receive_end(timeout_s, limit)

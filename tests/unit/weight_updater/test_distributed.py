@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,6 +38,10 @@ class FakeSink:
         self.before()
         self.tensors[tensor_index][byte_offset : byte_offset + data.numel()] = data
         self.num_bytes += data.numel()
+
+    def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None:
+        for index, position in zip(indexes, positions, strict=True):
+            self.write(index, 0, data[position : position + self.tensors[index].numel()])
 
 
 def manifest_of(tensors: dict[str, torch.Tensor]) -> Manifest:
