@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import DEFAULT_BUCKET_BYTES, Manifest, align
@@ -19,8 +19,7 @@ from weight_updater.requests import DEFAULT_BUCKET_BYTES, Manifest, align
 MAX_BUCKET_BYTES = 4 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes [start, start + size) of tensor `tensor`; they lie at byte `position` of their bucket.
 
     start and position are multiples of 256.

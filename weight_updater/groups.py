@@ -269,7 +269,7 @@ class _Source:
                 f"{self._taken} tensors came, the manifest has {len(self._manifest.tensors)}; "
                 f"{spec.name} is missing",
             )
-        if tensor.dtype != TORCH_DTYPES[spec.dtype] or tuple(tensor.shape) != spec.shape:
+        if tensor.dtype != TORCH_DTYPES[spec.dtype] or tensor.shape != spec.shape:
             raise UpdateRefused(
                 Reason.MANIFEST_MISMATCH,
                 f"tensor {self._taken} is {tensor.dtype} {list(tensor.shape)}, the manifest says "
