@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from weight_updater.arena import TORCH_DTYPES, Arena
+from weight_updater.arrival import Arrival, bad_chunk, overlap_text
 from weight_updater.cast import as_dtype, cast_into, cast_pieces
 from weight_updater.checksum import PartialChecksum, checksum, finish, has_nonfinite, scan
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
@@ -23,31 +24,6 @@ from weight_updater.requests import ITEMSIZE, TensorSpec
 from weight_updater.slot_scan import scan_rows
 
 _MASK = (1 << 64) - 1
-
-
-class Arrival:
-    """What has come of one tensor. spans: sorted, disjoint, merged [start, end) in bytes."""
-
-    __slots__ = ("nonfinite", "spans", "total")
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[int, int]] = []
-        self.total = 0  # sum of the chunks' mixed words
-        self.nonfinite = False
-
-    def claim(self, start: int, end: int) -> tuple[int, int] | None:
-        """Add [start, end); returns the span that it overlaps, if any, and then adds nothing."""
-        at = bisect_left(self.spans, (start, start))
-        for span in self.spans[max(0, at - 1) : at + 1]:
-            if start < span[1] and span[0] < end:
-                return span
-        if at < len(self.spans) and self.spans[at][0] == end:
-            end = self.spans.pop(at)[1]
-        if at and self.spans[at - 1][1] == start:
-            at -= 1
-            start = self.spans.pop(at)[0]
-        self.spans.insert(at, (start, end))
-        return None
 
 
 class Sink:
@@ -256,7 +232,7 @@ class Sink:
                 raise self._ended_by
             overlap = arrival.claim(offset, end) if data.numel() else None
             if overlap is not None:
-                raise bad_chunk(spec, offset, end, _overlap(overlap))
+                raise bad_chunk(spec, offset, end, overlap_text(overlap))
             self.received_bytes += data.numel()
             self._num_writing += 1
         return arrival
@@ -308,7 +284,7 @@ class Sink:
             for index in indexes:
                 if arrivals[index].spans:
                     spec = self.plan.manifest.tensors[index]
-                    raise bad_chunk(spec, 0, sizes[index], _overlap(arrivals[index].spans[0]))
+                    raise bad_chunk(spec, 0, sizes[index], overlap_text(arrivals[index].spans[0]))
             for index in indexes:
                 arrivals[index].spans.append((0, sizes[index]))
             self.received_bytes += sum([sizes[index] for index in indexes])
@@ -391,12 +367,3 @@ class Sink:
                 self._twin_scratch[index] = self.destination.new_empty(nbytes)
                 self.extra_bytes += nbytes
             return self._twin_scratch[index]
-
-
-def bad_chunk(spec: TensorSpec, offset: int, end: int, what: str) -> UpdateRefused:
-    """The refusal of bytes [offset, end) of a tensor."""
-    return UpdateRefused(Reason.BAD_CHUNK, f"a chunk of {spec.name} with bytes [{offset}, {end}) {what}")
-
-
-def _overlap(span: tuple[int, int]) -> str:
-    return f"overlaps [{span[0]}, {span[1]}), which arrived already"
