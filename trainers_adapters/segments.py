@@ -10,6 +10,10 @@ from weight_updater.requests import Manifest, ShmSegment
 from weight_updater.shm import SharedSegment
 
 
+LARGE_BYTES = 64 << 10
+"""Tensors from this size on torch would copy with several threads."""
+
+
 class PackedSegment:
     """Allocated at the first fill and again only when a manifest of another size comes."""
 
@@ -50,7 +54,7 @@ class PackedSegment:
         for spec, view, (name, tensor) in zip(specs, self._views, outgoing.source, strict=True):
             if name != spec.name or tensor.shape != view.shape:
                 raise ValueError(f"the source yields {name} {tuple(tensor.shape)} where {spec.name} was due")
-            view.copy_(tensor)
+            _copy(view, tensor)
         return self.descriptor
 
     def _views_of(self, manifest: Manifest) -> list[torch.Tensor]:
@@ -68,6 +72,18 @@ class PackedSegment:
             self._segment.close()
             self._segment.unlink()
             self._segment = None
+
+
+def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Large ones by one thread, at memory speed: torch's threads would wait for each other at every tensor,
+    for a time slice each where an engine or a trainer keeps the cores busy.
+    """
+    tensor = tensor.detach()
+    plain = tensor.is_cpu and tensor.dtype == into.dtype and tensor.is_contiguous()
+    if plain and tensor.nbytes >= LARGE_BYTES:
+        into.view(-1).view(torch.uint8).numpy()[:] = tensor.view(-1).view(torch.uint8).numpy()
+    else:
+        into.copy_(tensor)
 
 
 def _size(manifest: Manifest) -> int:
