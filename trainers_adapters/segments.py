@@ -9,7 +9,6 @@ from weight_updater.arena import TORCH_DTYPES
 from weight_updater.requests import Manifest, ShmSegment
 from weight_updater.shm import SharedSegment
 
-
 LARGE_BYTES = 64 << 10
 """Tensors from this size on torch would copy with several threads."""
 

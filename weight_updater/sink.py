@@ -263,7 +263,11 @@ class Sink:
         source_itemsize, itemsize = ITEMSIZE[spec.dtype], dtype.itemsize
         if self.plan.same_dtype(index):
             written = region[start + offset : start + offset + data.numel()]
-            written.copy_(data)
+            if written.device.type == data.device.type == "cpu":
+                # By this thread alone: torch's would wait for each other at every chunk on a busy machine.
+                written.numpy()[:] = data.numpy()
+            else:
+                written.copy_(data)
             if self._small[index] and data.numel() == self.plan.sizes[index]:
                 with self._changed:
                     self._unscanned.add(index)
@@ -281,11 +285,17 @@ class Sink:
         with self._changed:
             if self._ended_by is not None:
                 raise self._ended_by
-            for index in indexes:
+            for claimed, index in enumerate(indexes):
                 if arrivals[index].spans:
-                    spec = self.plan.manifest.tensors[index]
-                    raise bad_chunk(spec, 0, sizes[index], overlap_text(arrivals[index].spans[0]))
-            for index in indexes:
+                    refused = bad_chunk(
+                        self.plan.manifest.tensors[index],
+                        0,
+                        sizes[index],
+                        overlap_text(arrivals[index].spans[0]),
+                    )
+                    for other in indexes[:claimed]:
+                        arrivals[other].spans.clear()
+                    raise refused
                 arrivals[index].spans.append((0, sizes[index]))
             self.received_bytes += sum([sizes[index] for index in indexes])
             self._num_writing += 1

@@ -184,6 +184,15 @@ def test_whole_tensors_from_anywhere_in_a_buffer() -> None:
         assert sink.slot_checksum(index) == checksum(value)
 
 
+def test_a_tensor_that_comes_twice_in_one_call_is_refused() -> None:
+    new = weights(1)
+    sink = make_sink(TinyTarget(), manifest_of(new))
+    for twice in ([0, 1, 0], [2, 2]):
+        with pytest.raises(UpdateRefused, match="overlaps"):
+            sink.write_whole(twice, [0] * len(twice), packed(new))
+    assert {index for index, _ in sink.incomplete()} >= {0, 1}
+
+
 @pytest.mark.case("B024")
 def test_round_to_nearest_even() -> None:
     target = TinyTarget()
