@@ -6,7 +6,7 @@ For paths whose bytes can be read twice (files, a shared-memory segment) and tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from weight_updater.cast import as_dtype, cast_pieces
 from weight_updater.checksum import PartialChecksum, finish, has_nonfinite, scan
 from weight_updater.plan import Plan
 from weight_updater.requests import ITEMSIZE
-from weight_updater.slot_scan import scan_rows
+from weight_updater.slot_scan import scan_small
 
 
 class Look:
@@ -68,23 +68,22 @@ class Look:
         """Look at whole tensors: `indexes[k]` starts at byte `positions[k]` of `data`. As a `write` for each,
         at the cost of their bytes where they are many and small.
         """
-        alike: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
         sizes, small = self.plan.sizes, self.plan.small
+        members: list[int] = []
+        starts: list[int] = []
         for index, position in zip(indexes, positions, strict=True):
-            if not small[index] or not (self._hashing or self._find_nonfinite):
+            if small[index]:
+                members.append(index)
+                starts.append(position)
+            else:
                 self.write(index, 0, data[position : position + sizes[index]])
-                continue
-            members, starts = alike.setdefault((sizes[index], self.plan.slot(index).dtype), ([], []))
-            members.append(index)
-            starts.append(position)
-        for (nbytes, name), (members, starts) in alike.items():
-            found = scan_rows(data, starts, nbytes, TORCH_DTYPES[name] if self._find_nonfinite else None)
-            with self._lock:
-                for index, scanned in zip(members, found, strict=True):
-                    self._arrived[index] += nbytes
-                    self._totals[index] += scanned.total
-                    if scanned.nonfinite:
-                        self._nonfinite.add(index)
+        found = list(scan_small(self.plan, data, members, starts, find_nonfinite=self._find_nonfinite))
+        with self._lock:
+            for index, total, nonfinite in found:
+                self._arrived[index] += sizes[index]
+                self._totals[index] += total
+                if nonfinite:
+                    self._nonfinite.add(index)
 
     def incomplete(self) -> list[tuple[int, int]]:
         """(tensor, bytes that were seen) of every tensor that must arrive and was not seen whole."""
@@ -95,7 +94,7 @@ class Look:
         """The checksum of a whole tensor as it would arrive; needs `hashing`, or a twin or its writer."""
         return finish(self._totals[index] & ((1 << 64) - 1), self.plan.manifest.tensors[index].nbytes)
 
-    def received_checksums(self, indexes: Iterable[int]) -> list[int]:
+    def received_checksums(self, indexes: Sequence[int]) -> list[int]:
         """`received_checksum` of many tensors."""
         return [self.received_checksum(index) for index in indexes]
 
@@ -106,9 +105,9 @@ class Look:
         spec = self.plan.manifest.tensors[index]
         return self._cast[index].value(spec.numel * ITEMSIZE[self.plan.slot(index).dtype])
 
-    def is_nonfinite(self, index: int) -> bool:
-        """Whether a value of the tensor would not be finite in the slot's dtype."""
-        return index in self._nonfinite
+    def nonfinite(self, indexes: Sequence[int]) -> list[int]:
+        """Those of `indexes` of which a value would not be finite in the slot's dtype."""
+        return [index for index in indexes if index in self._nonfinite]
 
     def _look_at_cast(
         self, index: int, offset: int, data: torch.Tensor, dtype: torch.dtype, wanted: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -116,9 +116,9 @@ class Arrived(Protocol):
 
     def incomplete(self) -> list[tuple[int, int]]: ...
     def received_checksum(self, index: int) -> int: ...
-    def received_checksums(self, indexes: Iterable[int]) -> list[int]: ...
+    def received_checksums(self, indexes: Sequence[int]) -> list[int]: ...
     def slot_checksum(self, index: int) -> int: ...
-    def is_nonfinite(self, index: int) -> bool: ...
+    def nonfinite(self, indexes: Sequence[int]) -> list[int]: ...
 
 
 def check_received(update: OpenUpdate, source: Arrived | None = None) -> None:
@@ -151,7 +151,7 @@ def check_received(update: OpenUpdate, source: Arrived | None = None) -> None:
                 conflict(tensors[twin], tensors[writer], read(twin), read(writer)),
             )
     if not update.request.allow_nonfinite:
-        bad = [index for index in plan.applied if sink.is_nonfinite(index)]
+        bad = sink.nonfinite(plan.applied)
         if bad:
             more = f" (and {len(bad) - 1} more tensors)" if len(bad) > 1 else ""
             raise UpdateRefused(

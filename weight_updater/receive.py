@@ -177,13 +177,15 @@ class Receivers:
         if not named:
             raise UpdateRefused(Reason.INVALID_UPDATE, "the disk path needs a directory")
         directory = self._manifests.directory(named)
-        found = from_disk.read_manifest(directory)
+        headers = self._manifests.headers
+        found = from_disk.read_manifest(directory, headers)
         check_files(update.plan.manifest, found, named)
         from_disk.receive(
             dataclasses.replace(request, directory=directory),
             found,
             sink,
             needed=update.plan.needed,
+            headers=headers,
         )
 
     def _distributed(self, update: OpenUpdate, request: FromDistributed) -> None:
