@@ -9,12 +9,12 @@ import torch
 from rollout_engine import messages
 from rollout_engine.errors import EngineError, Reason
 from rollout_engine.flows import Flow, OffLoop, Until
-from rollout_engine.request_table import RequestTable
+from rollout_engine.request_table import RequestTable, too_old
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.update_flow import Gate
 from rollout_engine.uploads import Uploads
-from weight_updater.checksum import fold
+from weight_updater.checksum import fold_by_name
 from weight_updater.errors import Reason as UpdateReason
 from weight_updater.errors import UpdateRefused
 from weight_updater.updater import WeightUpdater
@@ -66,10 +66,7 @@ class Control:
         if (why := self.not_serving()) is not None:
             raise EngineError(*why)
         if self._updater.version < min_version:
-            raise EngineError(
-                Reason.VERSION_TOO_OLD,
-                f"weight version {min_version} or newer was asked for; {self._updater.version} is live",
-            )
+            raise too_old(min_version, self._updater.version)
 
     def check_awake(self) -> None:
         """Raise EngineError(ASLEEP) while the weights' memory is released."""
@@ -197,7 +194,8 @@ class Control:
         self.check_awake()
         self._check_names(command.names)
         by_name = self._updater.checksums(command.names)
-        return {"names": list(by_name), "checksums": list(by_name.values()), "folded": fold(by_name.values())}
+        folded = fold_by_name(by_name)
+        return {"names": list(by_name), "checksums": list(by_name.values()), "folded": folded}
 
     def read_weight(self, command: messages.ReadWeight) -> dict[str, Any]:
         """Copy a piece of a live tensor into an upload slot."""

@@ -71,7 +71,13 @@ class Engine:
         self._gate = Gate()
         self._requests = RequestTable(scheduler, max_waiting)
         self._updates = UpdateFlow(
-            updater, scheduler, self._gate, uploads, self._finish, copy_bytes_per_second
+            updater,
+            scheduler,
+            self._gate,
+            uploads,
+            self._finish,
+            self._requests.end_too_old,
+            copy_bytes_per_second,
         )
         self._control = Control(self._gate, scheduler, self._requests, runner, updater, uploads, min_version)
         self._in_flight: tuple[ScheduleBatch, PendingStep] | None = None
@@ -144,6 +150,8 @@ class Engine:
         """Send the outputs of this turn, and a snapshot when it is time for one."""
         if outputs := self._requests.take_outputs():
             self._channel.send(messages.Outputs(outputs))
+        for refusal in self._requests.take_refusals():
+            self._channel.send(refusal)
         if time.monotonic() - self._told_at >= SNAPSHOT_SECONDS:
             self._tell_state()
 

@@ -7,6 +7,7 @@ loop. Whatever ends it is told to the front as a typed `Failed` first.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import secrets
 import socket
@@ -118,6 +119,9 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
         max_waiting=config.max_waiting_requests,
         copy_bytes_per_second=measure_copy_rate(runner.target.device),
     )
+    # What is loaded by now lives as long as the process; no collection of garbage need look at it again.
+    gc.collect()
+    gc.freeze()
     channel.send(Ready(info(), uploads.name, uploads.slots, uploads.slot_bytes))
     return engine
 

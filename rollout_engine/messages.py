@@ -115,7 +115,7 @@ class Chunk(Message, frozen=True):
     """Bytes for the tensor path wait in slot `slot` of the upload ring; answered by ChunkTaken."""
 
     call_id: int  # of the Update that is being fed
-    tensor: int  # index in the manifest
+    tensor: int | None  # index in the manifest; None: the offset counts in all tensors packed
     offset: int  # bytes, in the tensor
     slot: int  # of the ring
     nbytes: int
@@ -290,7 +290,7 @@ class Outputs(Message, frozen=True):
 
 
 class RequestRefused(Message, frozen=True):
-    """A SubmitRequest that was not taken."""
+    """A SubmitRequest that was not taken; or taken, and of which nothing was sampled yet."""
 
     request_id: str
     error: ErrorInfo

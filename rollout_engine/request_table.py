@@ -8,6 +8,7 @@ import time
 
 from rollout_engine import messages
 from rollout_engine.errors import EngineError, Reason
+from rollout_engine.replies import error_info
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
 
@@ -24,6 +25,7 @@ class RequestTable:
         self._max_waiting = max_waiting
         self._live: dict[str, list[Sequence]] = {}
         self._outputs: list[messages.SequenceOutput] = []
+        self._refusals: list[messages.RequestRefused] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._ids = itertools.count()
 
@@ -74,6 +76,7 @@ class RequestTable:
             priority=command.priority,
             arrival=number,
             deadline=deadline,
+            min_version=command.min_version,
             stream=command.stream,
             wants_hidden=command.return_hidden_states,
         )
@@ -106,6 +109,27 @@ class RequestTable:
             if not sequence.finish_reason:
                 self.finish(sequence, "deadline", "", weight_version)
 
+    def end_too_old(self, weight_version: int) -> None:
+        """The live version became smaller: end the requests that ask for a newer one.
+
+        One of which nothing was sampled yet is refused, as it would be at its submission; another ends with
+        what it has, and with that refusal as its error.
+        """
+        for request_id, sequences in list(self._live.items()):
+            asked = sequences[0].min_version
+            if asked <= weight_version:
+                continue
+            error = too_old(asked, weight_version)
+            if len(sequences) == sequences[0].params.n and not any(s.output_ids for s in sequences):
+                for sequence in sequences:
+                    sequence.finish_reason = "error"
+                    self._scheduler.remove(sequence)
+                del self._live[request_id]
+                self._refusals.append(messages.RequestRefused(request_id, error_info(error)))
+                continue
+            for sequence in list(sequences):
+                self.finish(sequence, "error", f"{error.reason}: {error.message}", weight_version)
+
     def finish(self, sequence: Sequence, reason: str, error: str, weight_version: int) -> None:
         """End a live sequence from outside: free what it holds and tell its caller."""
         sequence.finish_reason, sequence.error = reason, error
@@ -126,3 +150,16 @@ class RequestTable:
         """Everything told since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def take_refusals(self) -> list[messages.RequestRefused]:
+        """Requests that were taken, and refused since the last call."""
+        refusals, self._refusals = self._refusals, []
+        return refusals
+
+
+def too_old(min_version: int, weight_version: int) -> EngineError:
+    """The refusal of a request that asks for `min_version` while `weight_version` is live."""
+    return EngineError(
+        Reason.VERSION_TOO_OLD,
+        f"weight version {min_version} or newer was asked for; {weight_version} is live",
+    )

@@ -77,3 +77,9 @@ class SamplingParams:
                     Reason.INVALID_REQUEST,
                     f"sampling.{field} is {getattr(self, field)!r}; it must be {allowed}",
                 )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise EngineError(
+                Reason.INVALID_REQUEST,
+                f"sampling.min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}; "
+                f"lower the one or raise the other",
+            )

@@ -39,6 +39,7 @@ class Sequence:
     priority: int = 0
     arrival: int = 0
     deadline: float = 0.0  # time.monotonic; 0 means none
+    min_version: int = 0  # no older weights may sample it
     stream: bool = True
     wants_hidden: bool = False
     leader: Sequence | None = None

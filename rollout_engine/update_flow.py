@@ -88,6 +88,7 @@ class UpdateFlow:
 
     Args:
         finish: ends a live sequence with a finish reason and tells its caller.
+        end_too_old: ends the live requests whose min_version is above the version given.
         copy_bytes_per_second: of one plain copy on this device, measured at start (the floor).
     """
 
@@ -98,6 +99,7 @@ class UpdateFlow:
         gate: Gate,
         uploads: Uploads,
         finish: Callable[[Sequence, str, str], None],
+        end_too_old: Callable[[int], None],
         copy_bytes_per_second: float,
     ) -> None:
         self._updater = updater
@@ -105,6 +107,7 @@ class UpdateFlow:
         self._gate = gate
         self._uploads = uploads
         self._finish = finish
+        self._end_too_old = end_too_old
         self._copy_bytes_per_second = copy_bytes_per_second
         self._num_receiving = 0
         self._feeding_call = -1
@@ -172,6 +175,7 @@ class UpdateFlow:
             self._release_device()
             raise
         self._scheduler.on_commit(self._updater.commit_sequence)
+        self._end_too_old(self._updater.version)  # before a forward pass can run them
         return self._complete(reply, settled)
 
     def tick(self, now: float) -> None:
@@ -218,7 +222,12 @@ class UpdateFlow:
                 opened = self._updater.open
                 assert opened is not None
                 self._refuse_endless_wait(opened.request.inflight)
-                self._settled = yield from self._settle(opened.request.inflight, opened.update_id)
+                try:
+                    yield OffLoop(receive.look)  # before a sequence is disturbed
+                except UpdateError as fault:
+                    return self._updater.received(receive, fault)
+                if self._is_open(opened.update_id):
+                    self._settled = yield from self._settle(opened.request.inflight, opened.update_id)
                 if not self._is_open(opened.update_id):
                     return self._updater.received(receive, None)  # raises what ended it
                 yield from self._gate.park()

@@ -78,8 +78,9 @@ class Uploads:
         if isinstance(message, Chunk):
             self._channel.send(ChunkTaken(message.call_id, message.slot))
 
-    def chunks(self, call_id: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """WORKER. Yield (tensor index, byte offset, bytes) until the client's stream ends.
+    def chunks(self, call_id: int) -> Iterator[tuple[int | None, int, torch.Tensor]]:
+        """WORKER. Yield (tensor index, byte offset, bytes) until the client's stream ends. No index: the
+        offset counts in all tensors packed.
 
         The bytes are a view of the ring, valid until the next one is asked for.
 

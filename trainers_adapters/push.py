@@ -211,7 +211,10 @@ class _Push:
         while True:
             try:
                 reply = named_by_digest(
-                    client, update, lambda asked: self._sender.in_one_call(client, asked, self._outgoing)
+                    client,
+                    update,
+                    self._outgoing.digest,
+                    lambda asked: self._sender.in_one_call(client, asked, self._outgoing),
                 )
                 break
             except RollsyncError as error:
@@ -252,8 +255,11 @@ class _Push:
 
     def _begin_all(self, fields: dict[str, Any]) -> BeginReply:
         def begin(client: WeightsClient) -> BeginReply:
-            update, left = replace(self._update, **fields), self._outgoing.seconds_left
-            return named_by_digest(client, update, lambda asked: client.begin(asked, timeout_s=left))
+            update, outgoing = replace(self._update, **fields), self._outgoing
+            left = outgoing.seconds_left
+            return named_by_digest(
+                client, update, outgoing.digest, lambda asked: client.begin(asked, timeout_s=left)
+            )
 
         replies = self._on_all(begin, "BeginUpdate")
         agreed = {(reply.next_version, reply.bucket_bytes, reply.total_bytes) for reply in replies}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from trainers_adapters.sources import Source
+from trainers_adapters.sending import Outgoing
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.requests import Manifest, ShmSegment
 from weight_updater.shm import SharedSegment
+
+LARGE_BYTES = 64 << 10
+"""Tensors from this size on torch would copy with several threads."""
 
 
 class PackedSegment:
@@ -28,27 +31,29 @@ class PackedSegment:
     def holds_memory(self) -> bool:
         return self._segment is not None
 
-    def fits(self, manifest: Manifest) -> bool:
+    def fits(self, outgoing: Outgoing) -> bool:
         """Whether a fill with this manifest would use the memory that is there."""
-        return self._segment is not None and self._segment.descriptor.size == _size(manifest)
+        return self._segment is not None and (
+            self._digest == outgoing.digest or self._segment.descriptor.size == _size(outgoing.manifest)
+        )
 
-    def fill(self, source: Source, manifest: Manifest) -> ShmSegment:
+    def fill(self, outgoing: Outgoing) -> ShmSegment:
         """Copy the source's tensors in.
 
         Raises:
             ValueError: the source does not yield what its manifest says.
         """
-        if not self.fits(manifest):
+        if not self.fits(outgoing):
             self.close()
-            self._segment = SharedSegment.create(_size(manifest))
-        if self._digest != manifest.digest():
-            self._views = self._views_of(manifest)
-            self._digest = manifest.digest()
-        specs = manifest.tensors
-        for spec, view, (name, tensor) in zip(specs, self._views, source, strict=True):
-            if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
+            self._segment = SharedSegment.create(_size(outgoing.manifest))
+        specs = outgoing.manifest.tensors
+        if self._digest != outgoing.digest:
+            self._views = self._views_of(outgoing.manifest)
+            self._digest = outgoing.digest
+        for spec, view, (name, tensor) in zip(specs, self._views, outgoing.source, strict=True):
+            if name != spec.name or tensor.shape != view.shape:
                 raise ValueError(f"the source yields {name} {tuple(tensor.shape)} where {spec.name} was due")
-            view.copy_(tensor)
+            _copy(view, tensor)
         return self.descriptor
 
     def _views_of(self, manifest: Manifest) -> list[torch.Tensor]:
@@ -66,6 +71,18 @@ class PackedSegment:
             self._segment.close()
             self._segment.unlink()
             self._segment = None
+
+
+def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Large ones by one thread, at memory speed: torch's threads would wait for each other at every tensor,
+    for a time slice each where an engine or a trainer keeps the cores busy.
+    """
+    tensor = tensor.detach()
+    plain = tensor.is_cpu and tensor.dtype == into.dtype and tensor.is_contiguous()
+    if plain and tensor.nbytes >= LARGE_BYTES:
+        into.view(-1).view(torch.uint8).numpy()[:] = tensor.view(-1).view(torch.uint8).numpy()
+    else:
+        into.copy_(tensor)
 
 
 def _size(manifest: Manifest) -> int:

@@ -52,9 +52,9 @@ class IpcArena(Sender):
         if all(tensor.device.type == "cuda" for _, tensor in named):
             return self._lend(named, outgoing)
         self._lent = None
-        if not self._segment.fits(outgoing.manifest):
+        if not self._segment.fits(outgoing):
             self.close()
-        self._segment.fill(outgoing.source, outgoing.manifest)
+        self._segment.fill(outgoing)
         return {"manifest": outgoing.source.manifest()} if outgoing.verify else {}
 
     def _lend(self, named: Sequence[tuple[str, torch.Tensor]], outgoing: Outgoing) -> dict[str, Any]:

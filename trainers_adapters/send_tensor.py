@@ -10,7 +10,7 @@ from trainers_adapters.segments import PackedSegment
 from trainers_adapters.sending import Outgoing, Sender, byte_view
 from trainers_adapters.weights_calls import Chunk
 from weight_updater.heap import keep_freed_buffers
-from weight_updater.requests import BeginReply, Path, UpdateReply
+from weight_updater.requests import BeginReply, Path, UpdateReply, align
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a chunk: large for what a message costs, small enough for its copies to stay in the cache."""
@@ -37,10 +37,34 @@ class TensorStream(Sender):
         )
 
     def _chunks(self, outgoing: Outgoing) -> Iterator[Chunk]:
-        for index, (_, tensor) in enumerate(outgoing.source):
+        """Large tensors in pieces; small ones together, as many as a chunk holds."""
+        offsets, _ = outgoing.manifest.packed_offsets()
+        small: list[memoryview] = []
+        first = 0  # of the tensors in `small`
+        for index, (offset, (_, tensor)) in enumerate(zip(offsets, outgoing.source, strict=True)):
             data = byte_view(tensor)
-            for offset in range(0, len(data), self._chunk_bytes):
-                yield index, offset, data[offset : offset + self._chunk_bytes]
+            large = len(data) > self._chunk_bytes // 2
+            if small and (large or offset + len(data) - offsets[first] > self._chunk_bytes):
+                yield None, offsets[first], _packed(small)
+                small = []
+            if large:
+                for start in range(0, len(data), self._chunk_bytes):
+                    yield index, start, data[start : start + self._chunk_bytes]
+            else:
+                first = first if small else index
+                small.append(data)
+        if small:
+            yield None, offsets[first], _packed(small)
+
+
+def _packed(tensors: Sequence[memoryview]) -> bytearray:
+    """Tensors as one chunk: each but the first at a multiple of 256 bytes."""
+    chunk = bytearray(sum(align(len(data)) for data in tensors[:-1]) + len(tensors[-1]))
+    start = 0
+    for data in tensors:
+        chunk[start : start + len(data)] = data
+        start += align(len(data))
+    return chunk
 
 
 class TensorSegment(Sender):
@@ -55,7 +79,7 @@ class TensorSegment(Sender):
         self._segment = PackedSegment()
 
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
-        self._segment.fill(outgoing.source, outgoing.manifest)
+        self._segment.fill(outgoing)
         return {}
 
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:

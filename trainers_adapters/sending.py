@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -23,12 +23,19 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One push: what is sent, until when (time.monotonic()), and whether with checksums."""
+    """One push: what is sent, until when (time.monotonic()), and whether with checksums.
+
+    digest: the manifest's.
+    """
 
     source: Source
     manifest: Manifest
     deadline: float
     verify: bool = True
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", self.manifest.digest())
 
     @property
     def seconds_left(self) -> float:
@@ -76,11 +83,18 @@ class Sender:
         self.close()
 
 
-def named_by_digest(client: WeightsClient, update: BeginUpdate, call: Callable[[BeginUpdate], R]) -> R:
-    """Call with the manifest's digest where this client's engine has seen it, else with all of it."""
-    if update.manifest is None:  # the engine reads it from files
+def named_by_digest(
+    client: WeightsClient, update: BeginUpdate, digest: str, call: Callable[[BeginUpdate], R]
+) -> R:
+    """Call with the manifest's digest where this client's engine has seen it, else with all of it.
+
+    An update without a manifest (a directory's own headers are one) is called as it is.
+
+    Args:
+        digest: of the update's manifest.
+    """
+    if update.manifest is None:
         return call(update)
-    digest = update.manifest.digest()
     if digest in client.manifest_digests:
         sums = [spec.checksum for spec in update.manifest.tensors if spec.checksum is not None]
         short = replace(update, manifest=None, manifest_digest=digest, checksums=tuple(sums))
@@ -98,5 +112,5 @@ def named_by_digest(client: WeightsClient, update: BeginUpdate, call: Callable[[
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """A tensor's logical row-major bytes: borrowed if it is contiguous on a CPU, else a copy."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data

@@ -75,8 +75,10 @@ class ModuleSource:
             sums = [checksums_of([tensor])[0] for _, tensor in self]
         return Manifest(
             tuple(
-                TensorSpec(name, DTYPE_NAMES[self._dtype or p.dtype], tuple(p.shape), value)
-                for (name, p), value in zip(self._parameters.items(), sums, strict=True)
+                [
+                    TensorSpec(name, DTYPE_NAMES[self._dtype or p.dtype], tuple(p.shape), value)
+                    for (name, p), value in zip(self._parameters.items(), sums, strict=True)
+                ]
             )
         )
 

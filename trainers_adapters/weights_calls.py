@@ -43,8 +43,10 @@ INFLIGHTS = enum_words(pb.Inflight, "INFLIGHT_", "")[0]
 RECAPTURES = enum_words(pb.Recapture, "RECAPTURE_", "")[0]
 UPDATE_STATES = enum_words(pb.UpdateState, "UPDATE_STATE_", "begun")[1]
 
-Chunk = tuple[int, int, bytes | memoryview]
-"""(index in the manifest, offset in bytes within the tensor, bytes)."""
+Chunk = tuple[int | None, int, bytes | bytearray | memoryview]
+"""(index in the manifest, offset in bytes within the tensor, bytes). No index: the offset counts in all
+tensors packed in the manifest's order, each at a multiple of 256 bytes, of which a chunk may hold several.
+"""
 
 
 def manifest_message(manifest: Manifest) -> pb.Manifest:
@@ -198,7 +200,7 @@ def update_from_tensor(
     def messages() -> Iterator[pb.UpdateWeightsFromTensorRequest]:
         yield pb.UpdateWeightsFromTensorRequest(header=header)
         for tensor, offset, data in chunks:
-            chunk = pb.TensorChunk(tensor=tensor, offset=offset, data=bytes(data))
+            chunk = pb.TensorChunk(tensor=tensor or 0, offset=offset, data=bytes(data), packed=tensor is None)
             yield pb.UpdateWeightsFromTensorRequest(chunk=chunk)
 
     return Unary("UpdateWeightsFromTensor", messages(), parse_update, timeout_s)

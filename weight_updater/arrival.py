@@ -1,4 +1,4 @@
-"""What has come of one tensor, and the refusal of a chunk that does not fit it."""
+"""What has come of one tensor, and the refusal of what should not have."""
 
 from __future__ import annotations
 
@@ -38,6 +38,24 @@ def bad_chunk(spec: TensorSpec, offset: int, end: int, what: str) -> UpdateRefus
     return UpdateRefused(Reason.BAD_CHUNK, f"a chunk of {spec.name} with bytes [{offset}, {end}) {what}")
 
 
-def overlap(span: tuple[int, int]) -> str:
-    """What is wrong with a chunk that overlaps `span`."""
+def check_chunk(spec: TensorSpec, nbytes: int, offset: int, end: int, *, whole: bool) -> None:
+    """Refuse bytes [offset, end) that cannot be a chunk of a tensor of `nbytes`.
+
+    Args:
+        whole: only a whole tensor will do.
+
+    Raises:
+        UpdateRefused (BAD_CHUNK): says which bytes of which tensor, and why.
+    """
+    if offset < 0 or end > nbytes:
+        raise bad_chunk(spec, offset, end, f"lies outside of the tensor's {nbytes} bytes")
+    if offset % 8 or (end % 8 and end != nbytes):
+        text = "is misaligned; chunks start and end at multiples of 8, but for a tensor's end"
+        raise bad_chunk(spec, offset, end, text)
+    if whole and end - offset != nbytes:
+        raise bad_chunk(spec, offset, end, "is a part; this path brings whole tensors")
+
+
+def overlap_text(span: tuple[int, int]) -> str:
+    """What is wrong with bytes that arrived already, in `span`."""
     return f"overlaps [{span[0]}, {span[1]}), which arrived already"

@@ -22,7 +22,7 @@ the cache: torch has no logical right shift of 64-bit integers and needs a third
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -223,6 +223,13 @@ def fold(values: Iterable[int]) -> int:
     """One checksum over the checksums of many tensors, in order."""
     words = np.fromiter(values, dtype=np.uint64)
     return finish(row_totals(words.reshape(1, -1))[0], words.nbytes)
+
+
+def fold_by_name(values: Mapping[str, int]) -> int:
+    """One checksum over those of named tensors, in the order of the names: equal tensors give an equal
+    number, whatever order they came or lie in.
+    """
+    return fold(values[name] for name in sorted(values))
 
 
 def has_nonfinite(tensor: torch.Tensor) -> bool:

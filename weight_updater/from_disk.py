@@ -22,7 +22,7 @@ from weight_updater.device_sink import DeviceSink, make_sink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import conflict, plan_update
 from weight_updater.requests import FromDisk, Manifest, TensorSpec
-from weight_updater.safetensors_header import corrupt
+from weight_updater.safetensors_header import Headers, corrupt
 from weight_updater.safetensors_io import Checkpoint, open_checkpoint
 
 CHUNK_BYTES = 4 << 20
@@ -63,13 +63,16 @@ def allowed_directory(directory: str, roots: Sequence[str]) -> str:
     )
 
 
-def read_manifest(directory: str) -> Manifest:
+def read_manifest(directory: str, headers: Headers | None = None) -> Manifest:
     """What `directory` would bring: one TensorSpec per tensor, with the checksums its files carry.
+
+    Args:
+        headers: as for `safetensors_io.open_checkpoint`.
 
     Raises:
         UpdateRefused: as for `safetensors_io.open_checkpoint`.
     """
-    with open_checkpoint(directory) as checkpoint:
+    with open_checkpoint(directory, headers=headers) as checkpoint:
         return checkpoint.manifest
 
 
@@ -81,6 +84,7 @@ def receive(
     needed: Collection[int] | None = None,
     num_threads: int = 0,
     ring: HostRing | None = None,
+    headers: Headers | None = None,
 ) -> None:
     """Read every needed tensor of `request.directory` into `sink`; blocks. WORKER.
 
@@ -89,12 +93,13 @@ def receive(
         needed: indexes of the tensors to read (`Plan.needed`); None reads all.
         num_threads: 0 means one per core, up to 8 (16 for a device).
         ring: page-locked slots to read into, for the sink of a device; None takes the process's own.
+        headers: as for `safetensors_io.open_checkpoint`.
 
     Raises:
         UpdateRefused: FILE_CORRUPT if a file changed, was truncated or cannot be read; what
             `open_checkpoint` raises; whatever the sink raises.
     """
-    with open_checkpoint(request.directory) as checkpoint:
+    with open_checkpoint(request.directory, headers=headers) as checkpoint:
         _check_agrees(checkpoint, manifest)
         _read(checkpoint, sink, needed, num_threads, ring)
         checkpoint.check_unchanged()

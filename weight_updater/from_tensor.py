@@ -13,7 +13,9 @@ from weight_updater.cast import bytes_over
 from weight_updater.device_copies import Mark
 from weight_updater.device_sink import DeviceSink
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.look import Look
 from weight_updater.pinned import PinnedSegments
+from weight_updater.plan import Plan
 from weight_updater.requests import FromTensor, ShmSegment
 from weight_updater.shm import SharedSegment
 from weight_updater.sink import Sink
@@ -48,13 +50,7 @@ def receive(
         UpdateRefused: MEMORY_UNAVAILABLE, BAD_CHUNK, INVALID_UPDATE.
     """
     if request.segment is not None:
-        _check_size(request.segment, sink)
-        if segments is not None:
-            with segments.use(request.segment) as data:
-                _read_segment(data, sink)
-        else:
-            with SharedSegment.open(request.segment) as segment:
-                _read_segment(bytes_over(segment.buf), sink)
+        read_segment(request.segment, sink.plan, sink, segments)
     elif chunks is not None:
         for index, offset, data in chunks:
             if index is None:
@@ -66,8 +62,27 @@ def receive(
         raise UpdateRefused(Reason.INVALID_UPDATE, "the tensor path needs a shared-memory segment or chunks")
 
 
-def _check_size(segment: ShmSegment, sink: Sink) -> None:
-    plan = sink.plan
+def read_segment(
+    named: ShmSegment, plan: Plan, sink: Sink | Look, segments: PinnedSegments | None = None
+) -> None:
+    """Write the needed tensors, which lie packed in a segment, into `sink`, each whole.
+
+    Args:
+        segments: as for `receive`.
+
+    Raises:
+        UpdateRefused (MEMORY_UNAVAILABLE): it cannot be mapped, or is too small.
+    """
+    _check_size(named, plan)
+    if segments is not None:
+        with segments.use(named) as data:
+            _read_bytes(data, plan, sink)
+    else:
+        with SharedSegment.open(named) as segment:
+            _read_bytes(bytes_over(segment.buf), plan, sink)
+
+
+def _check_size(segment: ShmSegment, plan: Plan) -> None:
     end = max(offset + nbytes for offset, nbytes in zip(plan.packed_offsets, plan.sizes, strict=True))
     if segment.size < end:
         raise UpdateRefused(
@@ -77,11 +92,10 @@ def _check_size(segment: ShmSegment, sink: Sink) -> None:
         )
 
 
-def _read_segment(data: torch.Tensor, sink: Sink) -> None:
+def _read_bytes(data: torch.Tensor, plan: Plan, sink: Sink | Look) -> None:
     """Write the needed tensors of a segment; none of its bytes is on its way any more on return."""
-    plan = sink.plan
     if not isinstance(sink, DeviceSink):
-        _write_by_cores(data, sink)
+        _write_by_cores(data, plan, sink)
         return
     queued: deque[Mark] = deque()
     try:
@@ -98,9 +112,8 @@ def _read_segment(data: torch.Tensor, sink: Sink) -> None:
         sink.flush()
 
 
-def _write_by_cores(data: torch.Tensor, sink: Sink) -> None:
+def _write_by_cores(data: torch.Tensor, plan: Plan, sink: Sink | Look) -> None:
     """Copying and hashing by the CPU: tensors are dealt out to threads where there are bytes enough."""
-    plan = sink.plan
     most = min(MAX_THREADS, os.cpu_count() or 1)
     num_threads = max(1, min(most, plan.total_bytes // BYTES_PER_THREAD))
     needed = plan.needed

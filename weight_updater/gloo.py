@@ -155,7 +155,7 @@ class GlooGroup:
         if group is not None:
             held = [group, store]
             del group, store
-            if self._failed:
+            if self._failed or linger_s:  # what went wrong may have been no operation of the group
                 threading.Thread(target=_let_go, args=(held, linger_s), name="close-gloo").start()
             else:
                 _let_go(held, 0.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weight_updater import from_ipc, replies
 from weight_updater.arena import WeightTarget
 from weight_updater.checksum import checksums as checksums_of
-from weight_updater.checksum import fold
+from weight_updater.checksum import fold_by_name
 from weight_updater.commit import make_live
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
@@ -150,7 +150,7 @@ class LiveWeights:
             version=self.version,
             previous_version=rolled_back_from,
             commit_sequence=self.commit_sequence,
-            live=fold(self._all_known().values()) if previous.checksums else 0,
+            live=fold_by_name(self._all_known()) if previous.checksums else 0,
         )
 
     def tear(self, reason: str) -> None:

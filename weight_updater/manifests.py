@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from weight_updater import from_disk
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import BeginUpdate, Manifest, Path, TensorSpec
+from weight_updater.safetensors_header import Headers
 
 MAX_MANIFESTS = 16
 """Manifests that are remembered by digest; the least recently used one goes first."""
@@ -19,9 +20,13 @@ class Manifests:
 
     Args:
         roots: directories that the disk path may read.
+
+    Attributes:
+        headers: of the checkpoint that an update read last.
     """
 
     def __init__(self, roots: Sequence[str]) -> None:
+        self.headers = Headers()
         self._roots = tuple(roots)
         self._known: OrderedDict[str, Manifest] = OrderedDict()  # without checksums
         self._lock = threading.Lock()
@@ -43,7 +48,7 @@ class Manifests:
         """
         given = self._given(request)
         if request.path is Path.DISK and request.directory:
-            found = from_disk.read_manifest(self.directory(request.directory))
+            found = from_disk.read_manifest(self.directory(request.directory), self.headers)
             return found if given is None else _both(given, found, request.directory)
         if given is None:
             raise UpdateRefused(
@@ -94,6 +99,8 @@ def check_files(manifest: Manifest, found: Manifest, directory: str) -> None:
             f"{directory} has {len(found.tensors)} tensors, the update began with {len(manifest.tensors)}",
         )
     for agreed, tensor in zip(manifest.tensors, found.tensors, strict=True):
+        if agreed is tensor:
+            continue
         same = (agreed.name, agreed.dtype, agreed.shape) == (tensor.name, tensor.dtype, tensor.shape)
         if not same or (tensor.checksum is not None and tensor.checksum != agreed.checksum):
             raise UpdateRefused(

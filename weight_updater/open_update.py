@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -110,13 +111,26 @@ class OpenUpdate:
         self.deadline = time.monotonic() + (lease_s or self.lease_s)
 
 
-def check_received(update: OpenUpdate) -> None:
+class Arrived(Protocol):
+    """What `check_received` asks; a Sink answers for bytes that came, a Look for those that would."""
+
+    def incomplete(self) -> list[tuple[int, int]]: ...
+    def received_checksum(self, index: int) -> int: ...
+    def received_checksums(self, indexes: Sequence[int]) -> list[int]: ...
+    def slot_checksum(self, index: int) -> int: ...
+    def nonfinite(self, indexes: Sequence[int]) -> list[int]: ...
+
+
+def check_received(update: OpenUpdate, source: Arrived | None = None) -> None:
     """Raise whatever can still refuse the update: missing bytes, wrong checksums, non-finite values.
+
+    Args:
+        source: what to check; None checks the update's sink.
 
     Raises:
         UpdateRefused: INCOMPLETE, CHECKSUM_MISMATCH, MANIFEST_MISMATCH, NONFINITE.
     """
-    sink, plan = update.sink, update.plan
+    sink, plan = source or update.sink, update.plan
     tensors = plan.manifest.tensors
     incomplete = sink.incomplete()
     if incomplete:
@@ -127,7 +141,7 @@ def check_received(update: OpenUpdate) -> None:
             f"{tensors[index].name} with {arrived} of {tensors[index].nbytes} bytes",
         )
     if not update.request.skip_checksums:
-        _check_checksums(update)
+        _check_checksums(update, sink)
     for twin, writer in plan.twins.items():
         same = tensors[twin].dtype == tensors[writer].dtype
         read = sink.received_checksum if same else sink.slot_checksum
@@ -137,7 +151,7 @@ def check_received(update: OpenUpdate) -> None:
                 conflict(tensors[twin], tensors[writer], read(twin), read(writer)),
             )
     if not update.request.allow_nonfinite:
-        bad = [index for index in plan.applied if sink.is_nonfinite(index)]
+        bad = sink.nonfinite(plan.applied)
         if bad:
             more = f" (and {len(bad) - 1} more tensors)" if len(bad) > 1 else ""
             raise UpdateRefused(
@@ -147,9 +161,9 @@ def check_received(update: OpenUpdate) -> None:
             )
 
 
-def _check_checksums(update: OpenUpdate) -> None:
+def _check_checksums(update: OpenUpdate, sink: Arrived) -> None:
     tensors, needed = update.plan.manifest.tensors, update.plan.needed
-    received = update.sink.received_checksums(needed)
+    received = sink.received_checksums(needed)
     wrong = [
         (tensors[index], value)
         for index, value in zip(needed, received, strict=True)

@@ -39,6 +39,7 @@ class Plan:
         needed: indexes of the tensors that must arrive: those written and their twins.
         applied: indexes of the tensors that are written, in the manifest's order.
         written: names of the slots that are written, one for each of `applied`, aliases resolved.
+        casts: indexes of the tensors that arrive in another dtype than their slots'.
         sizes: bytes of each tensor as it arrives; total_bytes: their sum.
         packed_offsets, packed_bytes: of the tensors packed in the manifest's order, 256-byte aligned.
         small: per tensor, whether it is written as it comes and worth hashing together with others.
@@ -66,9 +67,10 @@ class Plan:
         self.sizes = [tensor.nbytes for tensor in manifest.tensors]
         self.total_bytes = sum(self.sizes)
         self.packed_offsets, self.packed_bytes = manifest.packed_offsets()
+        self.casts = {i for i in self.needed if not self.same_dtype(i)}
         self.small = [False] * len(slots)
         for i in self.applied:
-            self.small[i] = is_small(self.sizes[i]) and self.same_dtype(i)
+            self.small[i] = is_small(self.sizes[i]) and i not in self.casts
 
     def with_checksums_of(self, manifest: Manifest) -> Plan:
         """The plan of a manifest that differs in its checksums only."""

@@ -10,8 +10,9 @@ from weight_updater import from_disk, from_distributed, from_ipc, from_tensor
 from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.groups import GroupRegistry
+from weight_updater.look import Look
 from weight_updater.manifests import Manifests, check_files
-from weight_updater.open_update import OpenUpdate, Request
+from weight_updater.open_update import OpenUpdate, Request, check_received
 from weight_updater.pinned import PinnedSegments
 from weight_updater.requests import FromDisk, FromDistributed, FromIpc, FromTensor, Path
 
@@ -33,11 +34,29 @@ class Receive:
     writes_live: `run` writes into live slots; the loop lets no forward pass start until it returned.
     """
 
-    def __init__(self, update: OpenUpdate, request: Request, work: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        update: OpenUpdate,
+        request: Request,
+        work: Callable[[], None],
+        look: Callable[[], None] | None = None,
+    ) -> None:
         self.update = update
         self.request = request
         self.writes_live = update.writes_live
         self._work = work
+        self._look = look
+
+    def look(self) -> None:
+        """WORKER. Refuse what can be seen to be wrong before a live slot is written; `run` does it if
+        nobody did. Nothing is written yet, so generation may go on meanwhile.
+
+        Raises:
+            UpdateError: what is wrong; hand it to `WeightUpdater.received`.
+        """
+        look, self._look = self._look, None
+        if look is not None:
+            self._timed(look)
 
     def run(self) -> None:
         """WORKER. Bring the bytes in; returns when they are there.
@@ -45,10 +64,17 @@ class Receive:
         Raises:
             UpdateError: what went wrong; hand it to `WeightUpdater.received`.
         """
+        self.look()
+        self._timed(self._bring)
+
+    def _bring(self) -> None:
+        self._work()
+        self.update.sink.catch_up()
+
+    def _timed(self, work: Callable[[], None]) -> None:
         start = time.perf_counter()
         try:
-            self._work()
-            self.update.sink.catch_up()
+            work()
         except UpdateError:
             raise
         except Exception as error:
@@ -114,6 +140,27 @@ class Receivers:
             self._next_look = now + LOOK_S
             self._segments.drop_unlinked()
 
+    def look(self, update: OpenUpdate, request: Request) -> Callable[[], None] | None:
+        """What the worker does before `request` writes to a live slot; None where it writes elsewhere, or
+        where bytes come but once (a stream, a broadcast), so that nothing can be seen beforehand.
+        """
+        if not update.writes_live or update.in_adopted:
+            return None
+        if isinstance(request, FromDisk) or (isinstance(request, FromTensor) and request.segment is not None):
+            return lambda: self._look(update, request)
+        return None
+
+    def _look(self, update: OpenUpdate, request: FromDisk | FromTensor) -> None:
+        asked = update.request
+        look = Look(update.plan, hashing=not asked.skip_checksums, find_nonfinite=not asked.allow_nonfinite)
+        if isinstance(request, FromDisk):
+            self._read_disk(update, request, look)
+        else:
+            assert request.segment is not None
+            from_tensor.read_segment(request.segment, update.plan, look, self._segments)
+        check_received(update, look)
+        update.sink.trust(look)
+
     def close(self) -> None:
         """Leave all groups, give back all mappings."""
         self.groups.close()
@@ -122,18 +169,23 @@ class Receivers:
             self._segments.close()
 
     def _disk(self, update: OpenUpdate, request: FromDisk) -> None:
+        self._read_disk(update, request, update.sink)
+        update.directory = request.directory or update.request.directory
+
+    def _read_disk(self, update: OpenUpdate, request: FromDisk, sink: from_disk.ByteSink) -> None:
         named = request.directory or update.request.directory
         if not named:
             raise UpdateRefused(Reason.INVALID_UPDATE, "the disk path needs a directory")
         directory = self._manifests.directory(named)
-        found = from_disk.read_manifest(directory)
+        headers = self._manifests.headers
+        found = from_disk.read_manifest(directory, headers)
         check_files(update.plan.manifest, found, named)
-        update.directory = named
         from_disk.receive(
             dataclasses.replace(request, directory=directory),
             found,
-            update.sink,
+            sink,
             needed=update.plan.needed,
+            headers=headers,
         )
 
     def _distributed(self, update: OpenUpdate, request: FromDistributed) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weight_updater.checksum import fold
+from weight_updater.checksum import fold_by_name
 from weight_updater.commit import Done
 from weight_updater.open_update import OpenUpdate
 from weight_updater.requests import Path, StageSeconds, UpdateReply, UpdateState
@@ -30,7 +30,7 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
         seconds=StageSeconds(transfer=update.transfer_s, verify=update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s),
         verified=update.verified and _checksums_came(update),
-        received_checksum=fold(sink.received_checksum(index) for index in plan.needed) if hashed else 0,
+        received_checksum=_received(update) if hashed else 0,
         warnings=_warnings(update),
         extra_bytes=update.extra_bytes,
     )
@@ -47,7 +47,7 @@ def committed(
 ) -> UpdateReply:
     """An update that has committed. seconds.pause is the commit's own time; the engine knows more.
 
-    live: slot -> checksum of every slot in the arena's order; empty if it is not known.
+    live: slot -> checksum of every slot; empty if it is not known.
     """
     sink, plan = update.sink, update.plan
     hashed = not update.request.skip_checksums
@@ -66,8 +66,8 @@ def committed(
         seconds=_seconds(done, update.transfer_s, update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s + done.seconds),
         verified=_checksums_came(update),
-        received_checksum=fold(sink.received_checksum(index) for index in plan.needed) if hashed else 0,
-        live_checksum=fold(live.values()) if hashed and live else 0,
+        received_checksum=_received(update) if hashed else 0,
+        live_checksum=fold_by_name(live) if hashed and live else 0,
         graphs_kept=done.graphs_kept,
         graphs_recaptured=done.graphs_recaptured,
         graphs_reason=done.graphs_reason,
@@ -97,6 +97,14 @@ def rolled_back(
         graphs_recaptured=done.graphs_recaptured,
         graphs_reason=done.graphs_reason,
     )
+
+
+def _received(update: OpenUpdate) -> int:
+    """One checksum over what arrived, by the names of the slots that it was written to (a tied name counts
+    as its target's, once): of a full update without casts, the same as that of all that is live.
+    """
+    sink, plan = update.sink, update.plan
+    return fold_by_name(dict(zip(plan.written, sink.received_checksums(plan.applied), strict=True)))
 
 
 def _seconds(done: Done, transfer_s: float, verify_s: float) -> StageSeconds:

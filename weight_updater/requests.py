@@ -128,7 +128,8 @@ class Manifest:
         """A name for this manifest: 32 hex digits over names, dtypes and shapes; not over checksums."""
         hasher = hashlib.blake2b(digest_size=16)
         for tensor in self.tensors:
-            hasher.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\n".encode())
+            # repr: no name can look like the end of its entry and the start of another
+            hasher.update(f"{tensor.name!r} {tensor.dtype!r} {tensor.shape}\n".encode())
         return hasher.hexdigest()
 
 
@@ -304,7 +305,11 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReply:
-    """What became of an update so far; every path gives the same fields."""
+    """What became of an update so far; every path gives the same fields.
+
+    received_checksum: over what arrived; live_checksum: over all slots. Both in the order of the slots'
+        names, tied ones once, so that they are equal after a full update that cast nothing. 0: not hashed.
+    """
 
     update_id: str
     state: UpdateState

@@ -7,20 +7,26 @@ the rest  the tensors' bytes, back to back, without holes, to the end of the fil
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import stat
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.requests import TensorSpec
+from weight_updater.requests import ITEMSIZE, TensorSpec
 
 CHECKSUMS_KEY = "rollsync.checksums"
 """Key of the file's metadata under which our writer keeps {tensor name: 16 hex digits} as JSON."""
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library; a longer header is garbage."""
+
+_MAX_SIZE = 1 << 62
+_ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 DTYPE_CODES = {name: code for code, name in DTYPES.items()}
@@ -72,12 +78,35 @@ def open_regular(path: str, shown: str) -> tuple[int, FileIdentity]:
     return fd, FileIdentity.of(found)
 
 
-def read_header(fd: int, size: int, path: str) -> list[StoredTensor]:
-    """The tensors of an open file of `size` bytes, in the order of their bytes.
-
-    Raises:
-        UpdateRefused: FILE_CORRUPT, or INVALID_UPDATE for a dtype that no update may bring.
+class Headers:
+    """The headers of the checkpoint that was read last. An update reads its files' headers three times; they
+    are parsed again only if their bytes are others. Threads that read at once only forget more.
     """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, int, bytes], list[StoredTensor]] = {}
+        self._known: dict[tuple[str, int, bytes], list[StoredTensor]] = {}
+
+    def start(self) -> None:
+        """A checkpoint is about to be read; what is not read this time is forgotten the next."""
+        self._known, self._last = self._last, {}
+
+    def read(self, fd: int, size: int, path: str) -> list[StoredTensor]:
+        """The tensors of an open file of `size` bytes, in the order of their bytes; not to be changed.
+
+        Raises:
+            UpdateRefused: FILE_CORRUPT, or INVALID_UPDATE for a dtype that no update may bring.
+        """
+        raw = _header_bytes(fd, size, path)
+        key = (path, size, hashlib.blake2b(raw, digest_size=32).digest())
+        tensors = self._known.get(key)
+        if tensors is None:
+            tensors = _parse(raw, size, path)
+        self._last[key] = tensors
+        return tensors
+
+
+def _header_bytes(fd: int, size: int, path: str) -> bytes:
     if size < 8:
         raise corrupt(path, f"header too small: the file has {size} bytes")
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
@@ -90,14 +119,18 @@ def read_header(fd: int, size: int, path: str) -> list[StoredTensor]:
     raw = os.pread(fd, length, 8)
     if len(raw) != length:
         raise corrupt(path, "it was truncated while it was read")
+    return raw
+
+
+def _parse(raw: bytes, size: int, path: str) -> list[StoredTensor]:
     header = parse_json(raw, path)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt(path, "__metadata__ is not a map of strings")
     checksums = _checksums(metadata, path)
-    data_start = 8 + length
+    data_start = 8 + len(raw)
     tensors = [_entry(name, entry, checksums.get(name), path) for name, entry in header.items()]
-    tensors.sort(key=lambda found: (found[0], found[1]))
+    tensors.sort(key=itemgetter(0, 1))
     expected = 0
     for begin, end, spec in tensors:
         if begin != expected:
@@ -147,7 +180,7 @@ def _checksums(metadata: dict[str, str], path: str) -> dict[str, int]:
 
 def _entry(name: str, entry: Any, checksum: int | None, path: str) -> tuple[int, int, TensorSpec]:
     """(begin, end, spec) of one entry, checked by itself."""
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+    if not isinstance(entry, dict) or not entry.keys() >= _ENTRY_KEYS:
         raise corrupt(path, f"{name} lacks dtype, shape or data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -157,16 +190,16 @@ def _entry(name: str, entry: Any, checksum: int | None, path: str) -> tuple[int,
             Reason.INVALID_UPDATE,
             f"{path}: {name} has dtype {code}; an update brings one of {', '.join(DTYPES)}",
         )
-    spec = TensorSpec(name, DTYPES[code], tuple(shape), checksum)
-    if spec.nbytes != offsets[1] - offsets[0]:
+    begin, end = offsets
+    dtype = DTYPES[code]
+    if math.prod(shape) * ITEMSIZE[dtype] != end - begin:
         raise corrupt(
             path,
-            f"invalid shape: {name} is {code} {shape}, but has {offsets[1] - offsets[0]} bytes",
+            f"invalid shape: {name} is {code} {shape}, but has {end - begin} bytes",
         )
-    return offsets[0], offsets[1], spec
+    return begin, end, TensorSpec(name, dtype, tuple(shape), checksum)
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 62 for item in value
-    )
+    # A bool is an int, but of another type.
+    return isinstance(value, list) and all([type(item) is int and 0 <= item < _MAX_SIZE for item in value])

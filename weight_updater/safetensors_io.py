@@ -28,11 +28,11 @@ from weight_updater.safetensors_header import (
     CHECKSUMS_KEY,
     DTYPE_CODES,
     FileIdentity,
+    Headers,
     StoredTensor,
     corrupt,
     open_regular,
     parse_json,
-    read_header,
 )
 
 SINGLE = "model.safetensors"
@@ -41,6 +41,7 @@ INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 1 << 28
 _DATA_ALIGNMENT = 256  # of the first tensor's byte in a file that we write
 _WRITE_BYTES = 16 << 20  # copied at a time from a device or a strided tensor
+_BUFFER_BYTES = 1 << 20  # small tensors are written together
 _OWN_SHARD = re.compile(r"model-\d{5}-of-\d{5}-[0-9a-f]{16}\.safetensors\Z")
 
 
@@ -94,11 +95,12 @@ def read_headers(directory: str, roots: Sequence[str] = ()) -> list[tuple[Tensor
         return [(stored.spec, stored.file, stored.offset) for stored in checkpoint.tensors]
 
 
-def open_checkpoint(directory: str, roots: Sequence[str] = ()) -> Checkpoint:
+def open_checkpoint(directory: str, roots: Sequence[str] = (), headers: Headers | None = None) -> Checkpoint:
     """Open all files of a checkpoint and check their headers and the index against each other.
 
     Args:
         roots: directories outside of `directory` in which its files may lie (through symbolic links).
+        headers: saves parsing headers again that have not changed.
 
     Raises:
         UpdateRefused: FILE_NOT_FOUND, FILE_CORRUPT, PATH_FORBIDDEN, or INVALID_UPDATE (a dtype that no
@@ -109,22 +111,24 @@ def open_checkpoint(directory: str, roots: Sequence[str] = ()) -> Checkpoint:
     base = os.path.realpath(directory)
     allowed = [base, *(os.path.realpath(root) for root in roots)]
     checkpoint = Checkpoint(base, (), {}, {})
+    headers = headers or Headers()
+    headers.start()
     try:
         if os.path.lexists(os.path.join(base, SINGLE)):
-            return _open_single(checkpoint, allowed)
-        return _open_sharded(checkpoint, allowed)
+            return _open_single(checkpoint, allowed, headers)
+        return _open_sharded(checkpoint, allowed, headers)
     except BaseException:
         checkpoint.close()
         raise
 
 
-def _open_single(checkpoint: Checkpoint, allowed: Sequence[str]) -> Checkpoint:
+def _open_single(checkpoint: Checkpoint, allowed: Sequence[str], headers: Headers) -> Checkpoint:
     path = _confined(checkpoint.directory, SINGLE, allowed)
-    tensors = _read_file(checkpoint, path)
+    tensors = _read_file(checkpoint, path, headers)
     return Checkpoint(checkpoint.directory, tuple(tensors), checkpoint.files, checkpoint.identities)
 
 
-def _open_sharded(checkpoint: Checkpoint, allowed: Sequence[str]) -> Checkpoint:
+def _open_sharded(checkpoint: Checkpoint, allowed: Sequence[str], headers: Headers) -> Checkpoint:
     base = checkpoint.directory
     index_path = _confined(base, INDEX, allowed)
     weight_map = _read_index(checkpoint, index_path)
@@ -132,7 +136,7 @@ def _open_sharded(checkpoint: Checkpoint, allowed: Sequence[str]) -> Checkpoint:
     paths = {file: _confined(base, file, allowed) for file in sorted(set(weight_map.values()))}
     tensors: list[StoredTensor] = []
     for file, path in paths.items():
-        found = _read_file(checkpoint, path)
+        found = _read_file(checkpoint, path, headers)
         for tensor in found:
             if weight_map.get(tensor.spec.name) != file:
                 raise corrupt(path, f"it holds {tensor.spec.name}, which {INDEX} does not place there")
@@ -146,11 +150,11 @@ def _open_sharded(checkpoint: Checkpoint, allowed: Sequence[str]) -> Checkpoint:
     return opened
 
 
-def _read_file(checkpoint: Checkpoint, path: str) -> list[StoredTensor]:
+def _read_file(checkpoint: Checkpoint, path: str, headers: Headers) -> list[StoredTensor]:
     fd, identity = open_regular(path, path)
     checkpoint.files[path] = fd
     checkpoint.identities[path] = identity
-    return read_header(fd, identity.size, path)
+    return headers.read(fd, identity.size, path)
 
 
 def _read_index(checkpoint: Checkpoint, path: str) -> dict[str, str]:
@@ -240,7 +244,7 @@ def _shards(
         if shard and nbytes + tensor.nbytes > max_shard_bytes:
             yield shard
             shard, nbytes = [], 0
-        shard.append((name, tensor.detach()))
+        shard.append((name, tensor.detach() if tensor.requires_grad else tensor))
         nbytes += tensor.nbytes
     if shard:
         yield shard
@@ -250,23 +254,8 @@ def _write_file(path: str, shard: list[tuple[str, torch.Tensor]], checksums: boo
     # The format allows no holes: whole words first, then by falling item size, so that every tensor is
     # aligned to its items and, but for the odd-sized ones at the end, to 8 bytes.
     shard = sorted(shard, key=lambda item: (item[1].nbytes % 8 != 0, -item[1].element_size()))
-    metadata = {"format": "pt"}
-    if checksums:
-        values = tensor_checksums([tensor for _, tensor in shard])
-        found = {name: f"{value:016x}" for (name, _), value in zip(shard, values, strict=True)}
-        metadata[CHECKSUMS_KEY] = json.dumps(found, separators=(",", ":"))
-    header: dict[str, object] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in shard:
-        header[name] = {
-            "dtype": DTYPE_CODES[DTYPE_NAMES[tensor.dtype]],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-(8 + len(raw)) % _DATA_ALIGNMENT)
-    with open(path, "xb") as file:
+    raw = _header(shard, checksums)
+    with open(path, "xb", buffering=_BUFFER_BYTES) as file:
         file.write(len(raw).to_bytes(8, "little"))
         file.write(raw)
         for _, tensor in shard:
@@ -276,8 +265,33 @@ def _write_file(path: str, shard: list[tuple[str, torch.Tensor]], checksums: boo
         os.fsync(file.fileno())
 
 
+def _header(shard: list[tuple[str, torch.Tensor]], checksums: bool) -> bytes:
+    """The JSON of a file's header, filled up with spaces. Text from the start: a tree of many small objects
+    would be looked through by the garbage collector while it grows.
+    """
+    metadata = {"format": "pt"}
+    if checksums:
+        values = tensor_checksums([tensor for _, tensor in shard])
+        found = {name: f"{value:016x}" for (name, _), value in zip(shard, values, strict=True)}
+        metadata[CHECKSUMS_KEY] = json.dumps(found, separators=(",", ":"))
+    entries = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
+    end = 0
+    for name, tensor in shard:
+        start, end = end, end + tensor.nbytes
+        shape = ",".join(map(str, tensor.shape))
+        code = DTYPE_CODES[DTYPE_NAMES[tensor.dtype]]
+        entries.append(
+            f'{json.dumps(name)}:{{"dtype":"{code}","shape":[{shape}],"data_offsets":[{start},{end}]}}'
+        )
+    raw = f"{{{','.join(entries)}}}".encode()
+    return raw + b" " * (-(8 + len(raw)) % _DATA_ALIGNMENT)
+
+
 def _row_major_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = tensor.reshape(-1)  # copies a strided tensor, once
+    if tensor.nbytes <= _WRITE_BYTES:
+        yield flat.contiguous().cpu().view(torch.uint8).numpy().data
+        return
     step = _WRITE_BYTES // tensor.element_size()
     for start in range(0, flat.numel(), step):
         part = flat[start : start + step].contiguous().cpu()

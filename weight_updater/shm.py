@@ -1,13 +1,19 @@
 """POSIX shared memory between processes of one user, without torch and without a resource tracker.
 
-A segment is a file "rollsync-<random>" in /dev/shm, made with O_EXCL and mode 0600. Whoever opens one by
-name gets no further than such a file: the name must match, it must be a regular file of the same user,
-and exactly as large as was said. The creator unlinks it; mappings of it live on until they are closed.
+A segment is a file "rollsync-<random>" in /dev/shm with mode 0600. Whoever opens one by name gets no
+further than such a file: the name must match, it must be a regular file of the same user, and exactly as
+large as was said. The creator unlinks it; mappings of it live on until they are closed.
+
+A creator that is killed cannot unlink. So the names that `create` makes end in ".held": their creator (and
+what it forks) holds a lock on the file until it closes it or dies, and the next `create` of this user
+removes those that nobody holds. A file gets that name only once it is locked, so none is ever taken for
+dead between its creation and its lock; files without the ending are left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -15,14 +21,22 @@ import re
 import secrets
 import stat
 import struct
+import time
 from types import TracebackType
 
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import ShmSegment
 
 _DIRECTORY = "/dev/shm"
-_NAME = re.compile(r"rollsync-[0-9a-f]{32}\Z")
+_NAME = re.compile(r"rollsync-[0-9a-f]{32}(\.held)?\Z")
+_HELD = re.compile(r"rollsync-[0-9a-f]{32}\.held\Z")
+_UNFINISHED = re.compile(r"rollsync-[0-9a-f]{32}\.new\Z")
+_UNFINISHED_S = 60.0
+"""Nobody needs longer from creating a file to locking it; it has the name of an unfinished one meanwhile."""
 _FLOCK = "@hhqqi0q"  # struct flock of 64-bit Linux: type, whence, start, length, pid; padded to 8 bytes
+
+# Segments of this process. Looking whether one is held opens and closes it, which would drop its record lock.
+_ours: set[str] = set()
 
 
 class SharedSegment:
@@ -43,7 +57,8 @@ class SharedSegment:
 
     @classmethod
     def create(cls, size: int, *, owner_lock: bool = False) -> SharedSegment:
-        """Make a new zeroed segment of `size` bytes, whose memory is reserved at once.
+        """Make a new zeroed segment of `size` bytes, whose memory is reserved at once; first remove those
+        that killed processes of this user left behind.
 
         owner_lock: hold a record lock on it for the creator's lifetime, so that openers can tell when the
             creator died (`owner_alive`). The creating process must not open the same segment by name
@@ -55,16 +70,23 @@ class SharedSegment:
         """
         if size < 1:
             raise ValueError(f"a shared-memory segment needs at least 1 byte, not {size}")
+        sweep()
         name = f"rollsync-{secrets.token_hex(16)}"
-        path = f"{_DIRECTORY}/{name}"
+        path = f"{_DIRECTORY}/{name}.new"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
+            # flock, not a record lock: it survives that this process opens and closes the segment by name.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # posix_fallocate, not ftruncate: a full /dev/shm is an error here, not a SIGBUS at a later write.
             os.posix_fallocate(fd, 0, size)
             if owner_lock:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             mapping = mmap.mmap(fd, size)
+            name = f"{name}.held"
+            _ours.add(name)
+            os.rename(path, f"{_DIRECTORY}/{name}")
         except OSError as error:
+            _ours.discard(name)
             os.close(fd)
             os.unlink(path)
             raise UpdateRefused(
@@ -85,7 +107,8 @@ class SharedSegment:
         if not _NAME.match(segment.name):
             raise UpdateRefused(
                 Reason.MEMORY_UNAVAILABLE,
-                f"{segment.name!r} is not the name of a rollsync segment (rollsync- and 32 hex digits)",
+                f"{segment.name!r} is not the name of a rollsync segment (rollsync- and 32 hex digits, and "
+                f".held if its creator holds a lock on it)",
             )
         try:
             fd = os.open(f"{_DIRECTORY}/{segment.name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -144,6 +167,7 @@ class SharedSegment:
         """Remove the name; harmless twice, or if someone else removed it. For the creator only."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{_DIRECTORY}/{self.descriptor.name}")
+        _ours.discard(self.descriptor.name)
 
     def __enter__(self) -> SharedSegment:
         return self
@@ -155,6 +179,46 @@ class SharedSegment:
         # A fork of the creator must not take the name away from it.
         if self._creator and os.getpid() == self._creator_pid:
             self.unlink()
+
+
+def sweep() -> int:
+    """Remove this user's segments whose creators died, or closed them for good; returns how many.
+
+    `create` does it each time. A segment that a living process holds is never removed; mappings of a
+    removed one live on.
+    """
+    num_removed = 0
+    for name in os.listdir(_DIRECTORY):
+        unfinished = _UNFINISHED.match(name) is not None
+        if name in _ours or not (unfinished or _HELD.match(name)):
+            continue
+        path = f"{_DIRECTORY}/{name}"
+        # Another process may sweep too, or unlink what is its own.
+        with contextlib.suppress(FileNotFoundError):
+            num_removed += _remove_if_dead(path, min_age_s=_UNFINISHED_S if unfinished else 0.0)
+    return num_removed
+
+
+def _remove_if_dead(path: str, *, min_age_s: float) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR):
+            return False  # another user's, or no file of ours
+        raise
+    try:
+        found = os.fstat(fd)
+        ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+        if not ours or time.time() - found.st_mtime < min_age_s:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        os.unlink(path)
+        return True
+    finally:
+        os.close(fd)
 
 
 def _check_file(fd: int, segment: ShmSegment) -> None:

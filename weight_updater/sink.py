@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from weight_updater.arena import TORCH_DTYPES, Arena
-from weight_updater.arrival import Arrival, bad_chunk, overlap
+from weight_updater.arrival import Arrival, bad_chunk, check_chunk, overlap_text
 from weight_updater.cast import as_dtype, cast_into, cast_pieces
-from weight_updater.checksum import PartialChecksum, Scan, checksum, finish, has_nonfinite, scan
+from weight_updater.checksum import Scan, checksum, finish, has_nonfinite, scan
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
+from weight_updater.look import Look
 from weight_updater.plan import Plan
-from weight_updater.requests import ITEMSIZE, TensorSpec
-from weight_updater.slot_scan import scan_rows
+from weight_updater.requests import ITEMSIZE
+from weight_updater.slot_scan import cast_checksum, scan_small
 
 if TYPE_CHECKING:
     from weight_updater.lent_tensors import LentTensors
@@ -72,6 +73,7 @@ class Sink:
         self._changed = threading.Condition()
         self._num_writing = 0
         self._ended_by: UpdateError | None = None
+        self._looked: Look | None = None
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None:
         """Take bytes [byte_offset, byte_offset + len(data)) of tensor `tensor_index` of the manifest.
@@ -147,23 +149,12 @@ class Sink:
         """Account for whole tensors that somebody else puts into their places; then call `settle_whole`.
         Raises what `write` does; then none is accounted for.
         """
-        sizes, num_bytes = self.plan.sizes, 0
-        seen: set[int] = set()
+        for index, data in lent:
+            spec, nbytes, end = self.plan.manifest.tensors[index], self.plan.sizes[index], data.numel()
+            if end != nbytes:
+                raise bad_chunk(spec, 0, end, f"is not the whole tensor of {nbytes} bytes")
         with self._changed:
-            if self._ended_by is not None:
-                raise self._ended_by
-            for index, data in lent:
-                spec, end = self.plan.manifest.tensors[index], data.numel()
-                if end != sizes[index]:
-                    raise bad_chunk(spec, 0, end, f"is not the whole tensor of {sizes[index]} bytes")
-                if self._arrivals[index].spans or index in seen:
-                    raise bad_chunk(spec, 0, end, overlap((0, end)))
-                seen.add(index)
-            for index, data in lent:
-                if end := data.numel():
-                    self._arrivals[index].spans.append((0, end))
-                    num_bytes += end
-            self.received_bytes += num_bytes
+            self._claim_whole([index for index, _ in lent])
             self._num_writing += len(lent)
 
     def settle_whole(self, indexes: Sequence[int], found: Sequence[Scan]) -> None:
@@ -184,7 +175,13 @@ class Sink:
 
     def catch_up(self) -> None:
         """Do now what was put off when small tensors arrived, so that whoever asks later need not wait."""
-        self._scan_small()
+        if self._looked is None:
+            self._scan_small()
+
+    def trust(self, look: Look) -> None:
+        """All tensors were looked at: what was found holds, and nothing is read again as it is written."""
+        self._looked = look
+        self._hashing = self.finds_nonfinite = False
 
     def end(self, error: UpdateError) -> None:
         """Let no further byte in: later writes raise `error`. Returns when running writes have finished,
@@ -205,19 +202,22 @@ class Sink:
 
     def received_checksum(self, index: int) -> int:
         """The checksum of what arrived of a whole tensor; needs `hashing`, or a twin or its writer."""
-        self._scan_small()
-        return finish(self._arrivals[index].total, self.plan.sizes[index])
+        return self.received_checksums([index])[0]
 
-    def received_checksums(self, indexes: Iterable[int]) -> list[int]:
+    def received_checksums(self, indexes: Sequence[int]) -> list[int]:
         """`received_checksum` of many tensors."""
+        if self._looked is not None:
+            return self._looked.received_checksums(indexes)
         self._scan_small()
         arrivals, sizes = self._arrivals, self.plan.sizes
         return [finish(arrivals[index].total, sizes[index]) for index in indexes]
 
-    def is_nonfinite(self, index: int) -> bool:
-        """Whether a value of the tensor was not finite in the slot's dtype."""
+    def nonfinite(self, indexes: Sequence[int]) -> list[int]:
+        """Those of `indexes` of which a value was not finite in the slot's dtype."""
+        if self._looked is not None:
+            return self._looked.nonfinite(indexes)
         self._scan_small()
-        return self._arrivals[index].nonfinite
+        return [index for index in indexes if self._arrivals[index].nonfinite]
 
     def slot_bytes(self, index: int) -> torch.Tensor | None:
         """The stored tensor in its slot's dtype and shape; None for a borrowed one that needs a cast."""
@@ -232,7 +232,7 @@ class Sink:
 
     def slot_checksum(self, index: int) -> int:
         """The checksum that the slot has once the tensor is in it: after any cast."""
-        if self.is_hashed(index) and self.plan.same_dtype(index):
+        if (self._looked is not None or self.is_hashed(index)) and self.plan.same_dtype(index):
             return self.received_checksum(index)
         stored = self.slot_bytes(index)
         if stored is not None:
@@ -240,15 +240,18 @@ class Sink:
         place, spec = self.plan.slot(index), self.plan.manifest.tensors[index]
         if not spec.numel:
             return finish(0, 0)
-        partial = PartialChecksum()
         source = as_dtype(self.borrowed[index], TORCH_DTYPES[spec.dtype])
-        for start, piece in cast_pieces(source, TORCH_DTYPES[place.dtype]):
-            partial.add(start * piece.element_size(), piece.view(torch.uint8))
-        return partial.value(spec.numel * ITEMSIZE[place.dtype])
+        return cast_checksum(source, TORCH_DTYPES[place.dtype])
 
-    def slot_checksums(self, indexes: Iterable[int]) -> list[int]:
+    def slot_checksums(self, indexes: Sequence[int]) -> list[int]:
         """`slot_checksum` of many tensors."""
-        return [self.slot_checksum(index) for index in indexes]
+        if not self._hashing and self._looked is None:
+            return [self.slot_checksum(index) for index in indexes]
+        casts = self.plan.casts
+        return [
+            self.slot_checksum(index) if index in casts else value
+            for index, value in zip(indexes, self.received_checksums(indexes), strict=True)
+        ]
 
     def _begin_write(self, index: int, offset: int, data: torch.Tensor) -> Arrival:
         if not 0 <= index < len(self._arrivals):
@@ -260,26 +263,32 @@ class Sink:
         assert data.dtype == torch.uint8, "a sink takes bytes"
         assert data.dim() == 1, "a sink takes bytes in one dimension"
         end = offset + data.numel()
-        self._check_chunk(spec, self.plan.sizes[index], offset, end)
+        check_chunk(spec, self.plan.sizes[index], offset, end, whole=self.destination is None)
         arrival = self._arrivals[index]
         with self._changed:
             if self._ended_by is not None:
                 raise self._ended_by
             taken = arrival.claim(offset, end) if data.numel() else None
             if taken is not None:
-                raise bad_chunk(spec, offset, end, overlap(taken))
+                raise bad_chunk(spec, offset, end, overlap_text(taken))
             self.received_bytes += data.numel()
             self._num_writing += 1
         return arrival
 
-    def _check_chunk(self, spec: TensorSpec, nbytes: int, offset: int, end: int) -> None:
-        if offset < 0 or end > nbytes:
-            raise bad_chunk(spec, offset, end, f"lies outside of the tensor's {nbytes} bytes")
-        if offset % 8 or (end % 8 and end != nbytes):
-            text = "is misaligned; chunks start and end at multiples of 8, but for a tensor's end"
-            raise bad_chunk(spec, offset, end, text)
-        if self.destination is None and end - offset != nbytes:
-            raise bad_chunk(spec, offset, end, "is a part; this path brings whole tensors")
+    def _claim_whole(self, indexes: Sequence[int]) -> None:
+        """Account for whole tensors, or for none if one may not come; `_changed` is held."""
+        if self._ended_by is not None:
+            raise self._ended_by
+        arrivals, sizes = self._arrivals, self.plan.sizes
+        for claimed, index in enumerate(indexes):
+            if spans := arrivals[index].spans:
+                spec, text = self.plan.manifest.tensors[index], overlap_text(spans[0])
+                for other in indexes[:claimed]:
+                    arrivals[other].spans.clear()
+                raise bad_chunk(spec, 0, sizes[index], text)
+            if sizes[index]:
+                spans.append((0, sizes[index]))
+        self.received_bytes += sum([sizes[index] for index in indexes])
 
     def _store(self, index: int, offset: int, data: torch.Tensor) -> tuple[int, bool]:
         """Write a chunk into its place; returns (sum of its mixed words, a value is not finite)."""
@@ -295,7 +304,11 @@ class Sink:
         source_itemsize, itemsize = ITEMSIZE[spec.dtype], dtype.itemsize
         if self.plan.same_dtype(index):
             written = region[start + offset : start + offset + data.numel()]
-            written.copy_(data)
+            if written.device.type == data.device.type == "cpu":
+                # By this thread alone: torch's would wait for each other at every chunk on a busy machine.
+                written.numpy()[:] = data.numpy()
+            else:
+                written.copy_(data)
             if self._small[index] and data.numel() == self.plan.sizes[index]:
                 with self._changed:
                     self._unscanned.add(index)
@@ -309,17 +322,9 @@ class Sink:
 
     def _write_small(self, indexes: list[int], positions: list[int], data: torch.Tensor) -> None:
         """Take small whole tensors that lie at `positions` of `data`, all of which `self._small` allows."""
-        sizes, slots, arrivals = self.plan.sizes, self.plan.slots, self._arrivals
+        sizes, slots = self.plan.sizes, self.plan.slots
         with self._changed:
-            if self._ended_by is not None:
-                raise self._ended_by
-            for index in indexes:
-                arrival, nbytes = arrivals[index], sizes[index]
-                if arrival.spans:
-                    spec = self.plan.manifest.tensors[index]
-                    raise bad_chunk(spec, 0, nbytes, overlap(arrival.spans[0]))
-                arrival.spans.append((0, nbytes))
-                self.received_bytes += nbytes
+            self._claim_whole(indexes)
             self._num_writing += 1
         try:
             if self.destination is None:
@@ -357,18 +362,11 @@ class Sink:
                 del self._unscanned_borrowed[: len(borrowed)]
 
     def _scan_in(self, buffer: torch.Tensor, indexes: list[int], offsets: list[int]) -> None:
-        """Scan small tensors that lie at `offsets` of `buffer`, those of one size and dtype together."""
-        alike: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
-        for index, offset in zip(indexes, offsets, strict=True):
-            key = (self.plan.sizes[index], self.plan.slot(index).dtype)
-            members, starts = alike.setdefault(key, ([], []))
-            members.append(index)
-            starts.append(offset)
-        for (nbytes, name), (members, starts) in alike.items():
-            dtype = TORCH_DTYPES[name] if self.finds_nonfinite else None
-            for index, found in zip(members, scan_rows(buffer, starts, nbytes, dtype), strict=True):
-                self._arrivals[index].total = found.total
-                self._arrivals[index].nonfinite = found.nonfinite
+        """Scan small tensors that lie at `offsets` of `buffer`."""
+        found = scan_small(self.plan, buffer, indexes, offsets, find_nonfinite=self.finds_nonfinite)
+        for index, total, nonfinite in found:
+            arrival = self._arrivals[index]
+            arrival.total, arrival.nonfinite = total, nonfinite
 
     def _borrow(self, index: int, offset: int, data: torch.Tensor) -> tuple[int, bool]:
         """Remember a whole tensor of the trainer's and read it once."""

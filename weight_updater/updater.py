@@ -168,7 +168,7 @@ class WeightUpdater:
         update.receiving = True
         if update.state is UpdateState.BEGUN:
             update.state = UpdateState.RECEIVING
-        return Receive(update, request, work)
+        return Receive(update, request, work, self._receivers.look(update, request))
 
     def received(self, receive: Receive, error: Exception | None) -> UpdateReply:
         """LOOP. The worker is done with `receive`.

@@ -6,6 +6,8 @@ T = packed tokens, N = query heads, K = kv heads, H = head dim, D = hidden size
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +20,39 @@ from rollout_engine.ops import fused
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of a step's positions, each [T, 1, H], in the model's dtype."""
 
-ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-"""Whether this torch was built with oneDNN."""
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(x, weight, bias) -> x @ weight.T + bias."""
+
+MAX_THIN_ROWS = 4
+"""Rows up to which the BLAS is faster with the weight as its left matrix."""
+
+
+def find_onednn(operations: Any) -> Product | None:
+    """oneDNN's product of float32 matrices on a CPU; None where this torch has none that works.
+
+    It is a private operation of torch: one that is missing, takes other arguments or computes something
+    else is not used.
+
+    Args:
+        operations: torch.ops.mkldnn, or what stands in for it.
+    """
+    x, weight = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
+    bias = torch.arange(4.0)
+    try:
+        operation = operations._linear_pointwise.default
+
+        def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            out: torch.Tensor = operation(x, weight, bias, "none", [], "")
+            return out
+
+        if not torch.equal(product(x, weight, bias), F.linear(x, weight, bias)):  # small integers: exact
+            return None
+        return product if torch.equal(product(x, weight, None), F.linear(x, weight)) else None
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+
+
+ONEDNN: Product | None = find_onednn(torch.ops.mkldnn)
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -44,12 +77,19 @@ class RMSNorm(nn.Module):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T + bias. [*, in], [out, in], [out] -> [*, out]."""
-    if x.device.type == "cpu" and x.dtype is torch.float32 and ONEDNN:
-        # oneDNN multiplies thin float32 matrices 1.1 to 2.5 times as fast as the BLAS behind F.linear.
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-        return out
-    return fused.linear(x, weight, bias) if x.device.type == "cuda" else F.linear(x, weight, bias)
+    """x @ weight.T + bias. [T, in], [out, in], [out] -> [T, out].
+
+    On a CPU it sums in the order of transformers: the rounding of another order (oneDNN's) grows through the
+    layers to more than 1e-4 in the logits.
+    """
+    if x.device.type == "cuda":
+        return fused.linear(x, weight, bias)
+    if x.device.type == "cpu" and x.dtype is torch.float32 and x.shape[0] <= MAX_THIN_ROWS:
+        if x.shape[0] == 1 and ONEDNN is not None:  # one row is summed in another order there, too
+            return ONEDNN(x, weight, bias)
+        out = torch.mm(weight, x.t()).t().contiguous()
+        return out if bias is None else out.add_(bias)
+    return F.linear(x, weight, bias)
 
 
 class FusedLinear(nn.Module):
@@ -84,6 +124,16 @@ class Linear(nn.Module):
         if out is not None:
             return fused.linear(x, self.weight, self.bias, out)
         return linear(x, self.weight, self.bias)
+
+
+class Head(Linear):
+    """The last matrix: no layer follows that would make its rounding larger."""
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, in_features] -> [R, out_features], written to `out` where given (GPU only)."""
+        if x.device.type == "cpu" and x.dtype is torch.float32 and ONEDNN is not None:
+            return ONEDNN(x, self.weight, self.bias)  # twice as fast as the BLAS
+        return super().forward(x, out)
 
 
 class Embedding(nn.Module):
@@ -157,7 +207,8 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     cos, sin = rope
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+    # Two products and a sum, each rounded, as in transformers; addcmul would round once less.
+    return (x * cos).add_(swapped.mul_(sin))
 
 
 class Attention(nn.Module):

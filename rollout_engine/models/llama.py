@@ -10,7 +10,7 @@ from torch import nn
 
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.models.config import ModelConfig
-from rollout_engine.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, Rope, RotaryEmbedding
+from rollout_engine.models.layers import MLP, Attention, Embedding, Head, RMSNorm, Rope, RotaryEmbedding
 
 
 class DecoderLayer(nn.Module):
@@ -60,7 +60,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config, [self.make_attention(i) for i in range(config.num_layers)])
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = Head(config.hidden_size, config.vocab_size)
         if config.tie:
             self.lm_head.weight = self.model.embed_tokens.weight
 

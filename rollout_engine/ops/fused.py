@@ -38,8 +38,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         normed: torch.Tensor = kernels.rms_norm(x, weight, eps)
         return normed
     wide = x.float()
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-    scale = scale.div_(x.shape[-1]).add_(eps).rsqrt_()
+    # The steps of transformers, each rounded as there: a norm in one operation gives other last bits.
+    scale = wide.pow(2).mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
     result: torch.Tensor = (wide * scale).to(x.dtype).mul_(weight)
     return result
 

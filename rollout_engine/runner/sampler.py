@@ -19,6 +19,7 @@ import torch
 from rollout_engine.batch.forward import SamplingInfo
 from rollout_engine.batch.packing import Packer
 from rollout_engine.ops.fused import kernels_for
+from rollout_engine.runner.truncation import truncate
 
 BLOCK = 256
 """Vocabulary entries summed first when drawing: two short searches instead of one pass in float64."""
@@ -181,22 +182,12 @@ def _biased(logits: torch.Tensor, info: SamplingInfo) -> torch.Tensor:
 
 
 def _truncated(logits: torch.Tensor, info: SamplingInfo) -> torch.Tensor:
-    """Mask what top_k and top_p drop; sorts only the rows that ask for one of them."""
-    V, at = logits.shape[1], info.truncated
+    """Mask what top_k and top_p drop, in the rows that ask for one of them."""
+    at = info.truncated
     assert at is not None, "some row has top_k or top_p"
-    # A stable sort: equal logits stay in the order of ids.
-    values, order = logits.index_select(0, at).sort(dim=-1, descending=True, stable=True)
-    keep = torch.ones_like(values, dtype=torch.bool)
-    if info.top_k is not None:
-        keep &= torch.arange(V, device=logits.device) < info.top_k[at, None]
-    if info.top_p is not None:
-        probs = torch.softmax(values.masked_fill(~keep, -torch.inf), dim=-1, dtype=torch.float64)
-        before = probs.cumsum(dim=-1) - probs
-        # Kept while the mass before is less than top_p: the smallest set that reaches it.
-        keep &= (before < info.top_p[at, None]) | (info.top_p[at, None] >= 1.0)
-        keep[:, 0] = True
-    kept = torch.empty_like(values).scatter_(1, order, values.masked_fill_(~keep, -torch.inf))
-    return logits.index_copy(0, at, kept)
+    top_k = None if info.top_k is None else info.top_k.index_select(0, at)
+    top_p = None if info.top_p is None else info.top_p.index_select(0, at)
+    return logits.index_copy(0, at, truncate(logits.index_select(0, at), top_k, top_p))
 
 
 def _choose(processed: torch.Tensor, logprobs: torch.Tensor, info: SamplingInfo) -> torch.Tensor:

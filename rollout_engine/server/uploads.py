@@ -83,12 +83,13 @@ class Upload:
             if message.WhichOneof("message") != "chunk":
                 invalid(f"message {number} of the stream", "is no chunk; the header comes first and once")
             chunk = message.chunk
+            if chunk.packed and chunk.tensor:
+                invalid(f"message {number} of the stream", f"is packed, but names tensor {chunk.tensor}")
+            tensor = None if chunk.packed else chunk.tensor
             for start, piece in pieces(chunk.data, ring.slot_bytes):
                 slot = await ring.acquire(self._call_id)
                 ring.write(slot, piece)
-                self._engine.send(
-                    m.Chunk(self._call_id, chunk.tensor, chunk.offset + start, slot, len(piece))
-                )
+                self._engine.send(m.Chunk(self._call_id, tensor, chunk.offset + start, slot, len(piece)))
         self._confirming = True
         await confirm_end()
         self._end(complete=True)

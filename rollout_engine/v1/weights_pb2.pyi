@@ -207,14 +207,16 @@ class UpdateWeightsFromDistributedRequest(_message.Message):
     def __init__(self, update_id: _Optional[str] = ..., begin: _Optional[_Union[BeginUpdateRequest, _Mapping]] = ..., group_name: _Optional[str] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class TensorChunk(_message.Message):
-    __slots__ = ("tensor", "offset", "data")
+    __slots__ = ("tensor", "offset", "data", "packed")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     tensor: int
     offset: int
     data: bytes
-    def __init__(self, tensor: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    packed: bool
+    def __init__(self, tensor: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., packed: bool = ...) -> None: ...
 
 class SharedMemorySegment(_message.Message):
     __slots__ = ("name", "size", "allocation_id")

@@ -12,10 +12,6 @@ from tests.hand_scheduler import GREEDY, HandScheduler, make_runner
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, load_reference, make_tiny
 
 TOLERANCE = 1e-4
-ONEDNN_SMOLLM2_TOLERANCE = 3e-4
-"""For logits of SmolLM2 (up to 35 in size) through oneDNN, which sums in another order than the BLAS that
-transformers uses. Measured: 1.8e-4 to transformers; to a float64 model 1.3e-4, transformers itself 1.1e-4.
-"""
 CASES = [(name, tied) for name in ARCHITECTURES for tied in (False, True)]
 
 
@@ -67,12 +63,15 @@ def our_logits(runner, rows) -> list[torch.Tensor]:
     return list(runner.model.compute_logits(hidden).split([len(prompt) for prompt in rows]))
 
 
-def check_logits(pair, vocab_size, tolerance=TOLERANCE):
+def check_logits(pair, vocab_size):
+    """In one batch, and each prompt alone: products of other heights are other operations."""
     runner, reference = pair
     prompts = prompts_of(vocab_size)
-    for prompt, ours in zip(prompts, our_logits(runner, prompts), strict=True):
-        difference = (ours - reference_logits(reference, prompt)).abs().max().item()
-        assert difference < tolerance
+    alone = [our_logits(runner, [prompt])[0] for prompt in prompts]
+    for prompt, *both in zip(prompts, our_logits(runner, prompts), alone, strict=True):
+        expected = reference_logits(reference, prompt)
+        for ours in both:
+            assert (ours - expected).abs().max().item() < TOLERANCE
 
 
 def check_greedy(pair, vocab_size, num_tokens, **how):
@@ -130,13 +129,26 @@ def test_sampled_logprobs_are_of_the_sampled_token(tiny):
         assert (scores.argmax(-1) != torch.tensor(row.output)).any()  # not greedy in disguise
 
 
-def test_smollm2_logits_with_the_same_blas(smollm2, monkeypatch):
-    monkeypatch.setattr(layers, "ONEDNN", False)
+def test_smollm2_logits(smollm2):
     check_logits(smollm2, 49152)
 
 
-def test_smollm2_logits_as_served(smollm2):
-    check_logits(smollm2, 49152, ONEDNN_SMOLLM2_TOLERANCE)
+def test_smollm2_logits_without_onednn(smollm2, monkeypatch):
+    monkeypatch.setattr(layers, "ONEDNN", None)
+    check_logits(smollm2, 49152)
+
+
+def test_smollm2_hidden_states_round_like_those_of_transformers(smollm2):
+    """A prompt alone goes through the same products and sums: not one bit differs before the head."""
+    runner, reference = smollm2
+    prompt = prompts_of(49152)[2]
+    scheduler = HandScheduler(runner)
+    batch = scheduler.batch([(scheduler.row(prompt, room=1), len(prompt))])
+    batch.capture_hidden_mode = CaptureHiddenMode.FULL
+    ours = [torch.frombuffer(bytearray(h), dtype=torch.float32) for h in runner.forward(batch).hidden_states]
+    with torch.no_grad():
+        theirs = reference.model(torch.tensor([prompt])).last_hidden_state[0]
+    assert torch.equal(torch.stack(ours), theirs)
 
 
 def test_smollm2_greedy_tokens_and_logprobs(smollm2):

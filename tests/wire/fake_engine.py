@@ -1,7 +1,8 @@
 """A hand-written engine process for tests of the front: scripted tokens, no torch, no model.
 
-Run as `python fake_engine.py SCRIPT --fd N`, where SCRIPT is a JSON object; every command that arrives is
-written to `log`, one JSON line each. Completion `i` of a request is `tokens` rotated by i, one token a step.
+Run as `python -m tests.wire.fake_engine SCRIPT --fd N`, where SCRIPT is a JSON object (fake_replies.Script);
+every command that arrives is written to its `log`, one JSON line each. Completion `i` of a request is
+`tokens` rotated by i, one token a step.
 """
 
 from __future__ import annotations
@@ -21,53 +22,12 @@ from typing import Any
 import msgspec
 
 from rollout_engine import messages as m
-from weight_updater.requests import (
-    BeginReply,
-    BeginUpdate,
-    Layout,
-    Path,
-    Placement,
-    StageSeconds,
-    Staging,
-    UpdateReply,
-    UpdateState,
-)
+from tests.wire.fake_replies import FIRST_VERSION, LAYOUT, Script, begin_reply, update_reply, weight_bytes
+from weight_updater.requests import UpdateReply, UpdateState
 from weight_updater.shm import SharedSegment
 
 VOCAB_SIZE, CONTEXT_LENGTH, EOS = 512, 1024, 3
 REFUSED_TOKEN, FAILING_TOKEN = 99, 98  # as the first token of a prompt
-LAYOUT = Layout(
-    (
-        Placement("embed.weight", "bfloat16", (1024, 1280), 0),
-        Placement("norm.weight", "float32", (10,), 2621440),
-        Placement("lm_head.weight", "bfloat16", (1024, 1280), 0, "embed.weight"),
-    ),
-    2621696,
-)
-
-
-@dataclass
-class Script:
-    """What the fake does."""
-
-    log: str = ""
-    tokens: list[int] = field(default_factory=lambda: list(range(10, 20)))
-    step_s: float = 0.0
-    fail_start: str = ""  # answer Failed with this text
-    exit_at_start: int | None = None
-    die_on: str = ""  # name of a command: die by SIGKILL when it comes
-    silent_on: str = ""  # name of a command: from then on say nothing, but read on
-    delay_on: dict[str, float] = field(default_factory=dict)  # command -> seconds before its reply
-    error_on: dict[str, list[str]] = field(default_factory=dict)  # command -> [kind, reason, message]
-    bad_result_on: str = ""  # command: reply with a result that no one expects
-    fail_after_chunks: int = 0
-    chunk_s: float = 0.0  # between taking chunks
-    version_step: int = 0  # the weight version grows by one after so many tokens
-    nan_at: int = -1  # this completion token has a logprob of NaN
-    status: str = "serving"
-    reason: str = ""
-    ring_slots: int = 4
-    ring_slot_bytes: int = 1 << 20
 
 
 @dataclass
@@ -86,7 +46,7 @@ class FakeEngine:
         self.sock = sock
         self.received = bytearray()
         self.running: list[Running] = []
-        self.version, self.commits, self.steps, self.generated = script_version(), 0, 0, 0
+        self.version, self.commits, self.steps, self.generated = FIRST_VERSION, 0, 0, 0
         self.silent = False
         self.status, self.reason, self.paused_by = script.status, script.reason, ""
         self.released: list[str] = []
@@ -422,67 +382,6 @@ class FakeEngine:
             checksum = zlib.crc32(upload["tensors"][index], checksum)
         changed = {"num_bytes": upload["bytes"], "received_checksum": checksum}
         self.reply(end.call_id, "Update", msgspec.to_builtins(reply) | changed)
-
-
-def script_version() -> int:
-    return 5
-
-
-def weight_bytes(name: str, offset: int, nbytes: int) -> bytes:
-    """Bytes [offset, offset + nbytes) of a fake weight: a pattern that depends on name and position."""
-    period = bytes((i * 7 + len(name)) % 251 for i in range(251))
-    start = offset % 251
-    return (period * (nbytes // 251 + 2))[start : start + nbytes]
-
-
-def begin_reply(request: BeginUpdate, version: int, commits: int) -> BeginReply:
-    manifest = request.manifest
-    return BeginReply(
-        update_id=request.update_id or "chosen",
-        version=version,
-        commit_sequence=commits,
-        next_version=request.version or version + 1,
-        manifest_digest=manifest.digest() if manifest else request.manifest_digest,
-        staging=Staging.HOST if request.staging is Staging.AUTO else request.staging,
-        total_bytes=manifest.nbytes if manifest else 0,
-        num_buckets=1,
-        bucket_bytes=request.bucket_bytes or 1 << 26,
-        unmatched=("extra.weight",),
-        arena_bytes=LAYOUT.arena_bytes,
-        lease_s=request.lease_s or 60.0,
-    )
-
-
-def update_reply(
-    update_id: str, state: UpdateState, version: int, previous: int, commits: int
-) -> UpdateReply:
-    return UpdateReply(
-        update_id=update_id,
-        state=state,
-        version=version,
-        previous_version=previous,
-        commit_sequence=commits,
-        path=Path.TENSOR,
-        staging=Staging.HOST,
-        num_tensors=3,
-        num_bytes=12,
-        num_changed=2,
-        unmatched=("a", "b"),
-        seconds=StageSeconds(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
-        gb_per_s=8.0,
-        floor_seconds=9.0,
-        verified=True,
-        received_checksum=2**64 - 1,
-        live_checksum=2**63,
-        num_aborted=10,
-        num_recomputed=11,
-        num_kept=12,
-        graphs_kept=13,
-        graphs_recaptured=14,
-        graphs_reason="moved",
-        warnings=("slow",),
-        extra_bytes=15,
-    )
 
 
 def main() -> None:

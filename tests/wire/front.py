@@ -20,12 +20,11 @@ from rollout_engine.server import app
 from rollout_engine.v1 import rollout_pb2 as pb
 from rollout_engine.v1 import rollout_pb2_grpc, weights_pb2_grpc
 
-FAKE_ENGINE = Path(__file__).with_name("fake_engine.py")
 TIMEOUT_S = 20.0
 
 
 def engine_command(script: dict[str, Any]) -> list[str]:
-    return [sys.executable, str(FAKE_ENGINE), json.dumps(script)]
+    return [sys.executable, "-m", "tests.wire.fake_engine", json.dumps(script)]
 
 
 class Front:
@@ -84,7 +83,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 @contextlib.contextmanager
 def serving(directory: Path, *, config: dict[str, Any] | None = None, **script: Any) -> Iterator[Front]:
-    """Serve a fake engine with `script` (see fake_engine.Script) from a model directory."""
+    """Serve a fake engine with `script` (see fake_replies.Script) from a model directory."""
     log = directory / f"engine-{time.monotonic_ns()}.log"
     log.touch()
     settings = ServeConfig(**{"model": directory, "port": 0, **(config or {})})

@@ -85,6 +85,8 @@ BAD_REQUESTS = {
     "negative max_tokens": ({"prompt": [1], "max_tokens": -1}, (INVALID, "INVALID_REQUEST")),
     "too many completions": ({"prompt": [1], "n": 1025}, (INVALID, "INVALID_REQUEST")),
     "no such stop id": ({"prompt": [1], "stop_token_ids": [VOCAB_SIZE]}, (INVALID, "INVALID_REQUEST")),
+    "temperature NaN": ({"prompt": [1], "temperature": float("nan")}, (INVALID, "INVALID_REQUEST")),
+    "top_p 0": ({"prompt": [1], "top_p": 0.0}, (INVALID, "INVALID_REQUEST")),
     "negative temperature": ({"prompt": [1], "temperature": -0.1}, (INVALID, "INVALID_REQUEST")),
     "infinite bias": ({"prompt": [1], "logit_bias": {1: float("inf")}}, (INVALID, "INVALID_REQUEST")),
     "text, but no tokenizer": ({"prompt": "hello"}, ("FAILED_PRECONDITION", "NO_TOKENIZER")),
@@ -240,6 +242,13 @@ def test_files_that_cannot_be_right(fault, engine, model, root):
     save_weights(str(directory), ModuleSource(model), max_shard_bytes=shard_bytes)
     spoil(directory)
     assert refusal(load, engine, directory) == expected
+
+
+@pytest.mark.case("B048")
+@pytest.mark.parametrize("where", ["/etc", "{root}/../..", "attacker/repo", "~"])
+def test_directories_outside_the_roots(where, engine, root):
+    directory = where.format(root=root)
+    assert refusal(load, engine, directory) == ("PERMISSION_DENIED", "PATH_FORBIDDEN")
 
 
 @pytest.mark.case("B040")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.engines import RunningEngine, serve
 from tests.tiny import load_reference, make_tiny
@@ -316,3 +317,11 @@ def test_generation_goes_on_while_bytes_arrive(engine, trainer):
     receiver.join(30)
     assert result[0].state == "received"
     assert engine.weights.commit(begun.update_id).version == begun.next_version
+
+
+def test_the_reference_model_is_the_file_that_is_served(model_dir):
+    """What these tests compare with is no model of its own."""
+    saved = load_file(model_dir / "model.safetensors")
+    reference = dict(ModuleSource(load_reference(model_dir)))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in reference.items())
+    assert len(reference) > 10

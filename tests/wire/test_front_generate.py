@@ -91,6 +91,12 @@ def test_max_tokens_of_zero_negative_and_unset(front):
         (prompt(1, 512), "INVALID_ARGUMENT", "TOKEN_OUT_OF_RANGE", "prompt token 1 is 512"),
         (prompt(*[1] * 1024), "INVALID_ARGUMENT", "PROMPT_TOO_LONG", "1024"),
         (prompt(1, max_tokens=1024), "INVALID_ARGUMENT", "PROMPT_TOO_LONG", "max_tokens 1024"),
+        (
+            prompt(1, min_tokens=3, max_tokens=2),
+            "INVALID_ARGUMENT",
+            "INVALID_REQUEST",
+            "min_tokens is 3, above max",
+        ),
         (prompt(1, top_p=2.0), "INVALID_ARGUMENT", "INVALID_REQUEST", "sampling.top_p"),
         (prompt(1, logprobs=9), "INVALID_ARGUMENT", "INVALID_REQUEST", "sampling.logprobs is 9"),
         (prompt(99), "RESOURCE_EXHAUSTED", "EXCEEDS_KV_POOL", "20 pages"),

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from rollout_engine.v1 import weights_pb2 as pb
-from tests.wire.fake_engine import LAYOUT, weight_bytes
+from tests.wire.fake_replies import LAYOUT, weight_bytes
 from tests.wire.front import reason_of, serving, wait_until
 
 CODE = grpc.StatusCode
@@ -44,6 +44,14 @@ def chunk(tensor: int, offset: int, data: bytes) -> pb.UpdateWeightsFromTensorRe
 
 def chunks(data: bytes, size: int, tensor: int = 0) -> list[pb.UpdateWeightsFromTensorRequest]:
     return [chunk(tensor, at, data[at : at + size]) for at in range(0, len(data), size)]
+
+
+def packed_chunk(offset: int, data: bytes, tensor: int = 0) -> pb.UpdateWeightsFromTensorRequest:
+    part = pb.TensorChunk(tensor=tensor, offset=offset, data=data, packed=True)
+    return pb.UpdateWeightsFromTensorRequest(chunk=part)
+
+
+PACKED_AND_NAMED = packed_chunk(0, bytes(8), tensor=3)
 
 
 def read(*names: str) -> pb.GetWeightsByNameRequest:
@@ -217,6 +225,15 @@ def test_chunks_larger_than_a_slot_are_cut_at_multiples_of_8(tmp_path):
         assert all(c["offset"] % 8 == 0 for c in sent)
 
 
+def test_packed_chunks_reach_the_engine_without_a_tensor(tmp_path):
+    with serving(tmp_path, ring_slots=2, ring_slot_bytes=1004) as front:
+        data = os.urandom(1300)
+        stream = iter([header(), packed_chunk(256, data)])
+        assert front.weights.UpdateWeightsFromTensor(stream, timeout=10).num_bytes == 1300
+        sent = [(c["tensor"], c["offset"], c["nbytes"]) for c in front.commands("Chunk")]
+        assert sent == [(None, 256, 1000), (None, 1256, 300)]
+
+
 def test_a_slow_engine_holds_the_client_back(tmp_path):
     with serving(tmp_path, ring_slots=2, ring_slot_bytes=1 << 20, chunk_s=0.05) as front:
         sent = []
@@ -249,6 +266,7 @@ def test_one_call_begins_updates_and_commits(tmp_path):
     [
         ([], "must be the header"),
         ([chunk(0, 0, b"x")], "must be the header"),
+        ([header(), PACKED_AND_NAMED], "message 1 of the stream is packed, but names tensor 3"),
         ([header(), header()], "message 1 of the stream is no chunk"),
         ([header(), pb.UpdateWeightsFromTensorRequest()], "message 1 of the stream is no chunk"),
     ],

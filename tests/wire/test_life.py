@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engines import RunningEngine, serve
 from tests.tiny import load_reference, make_tiny
@@ -345,3 +347,18 @@ def test_memory_is_not_released_under_work(engine, model):
     stream = InFlight(engine)
     assert reason_of(engine.rollout.release_memory) == "BUSY"
     assert stream.end().finish_reason == "length"
+
+
+@pytest.mark.parametrize("path", ["disk", "segment", "ipc"])
+def test_without_staging_bad_values_that_can_be_seen_beforehand_disturb_nobody(path, engine, senders, model):
+    version = push(ModuleSource(model), engine).version
+    stream = InFlight(engine)
+    bad = copy.deepcopy(model)
+    with torch.no_grad():
+        bad.model.norm.weight[1] = float("nan")
+    with pytest.raises(PushError) as refused:
+        push(ModuleSource(bad), engine, via=senders[path], staging="none", inflight="abort")
+    assert refused.value.reason == "NONFINITE"
+    assert stream.end().finish_reason == "length"
+    assert stream.labels == [version] * stream.num_tokens
+    assert_serves(engine, model, version)

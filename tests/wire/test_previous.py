@@ -189,6 +189,40 @@ def test_a_rollback_that_waits_lets_nobody_new_in(engine, old, new):
     assert_serves(engine, old, first)
 
 
+def test_a_request_that_waits_is_never_sampled_by_weights_older_than_it_asked_for(engine, old, new):
+    first = push(old, engine).version
+    second = push(new, engine, keep_previous=True).version
+    engine.rollout.pause("keep")
+    picky = beside(engine.greedy, PROMPT, n=1, min_version=second)
+    group = beside(engine.rollout.generate, PROMPT, n=3, max_tokens=4, min_version=second)
+    content = beside(engine.greedy, PROMPT, min_version=first)
+    until(lambda: engine.rollout.info().state.num_waiting == 5, "all of them wait")
+    engine.weights.rollback(inflight="keep")
+    for refused in (picky, group):
+        with pytest.raises(RollsyncError, match=f"{second} or newer was asked for; {first} is live") as error:
+            refused.result(20)
+        assert error.value.reason == "VERSION_TOO_OLD"
+    engine.rollout.resume()
+    assert set(content.result(20).weight_versions) == {first}
+    assert_serves(engine, old, first)
+
+
+@pytest.mark.parametrize("inflight", ["keep", "recompute"])
+def test_a_sequence_in_flight_ends_where_the_way_back_leads_below_its_version(inflight, engine, old, new):
+    first = push(old, engine).version
+    second = push(new, engine, keep_previous=True).version
+    stream = InFlight(engine, min_version=second)
+    other = InFlight(engine)
+    engine.weights.rollback(inflight=inflight)
+    stream.end()
+    assert stream.finish_reason == "error"
+    assert stream.error == f"VERSION_TOO_OLD: weight version {second} or newer was asked for; {first} is live"
+    assert set(stream.labels) == {second}
+    assert stream.token_ids == reference_tokens(new, PROMPT, len(stream.token_ids))
+    assert set(other.end().labels) == {second, first}
+    assert_serves(engine, old, first)
+
+
 def test_torn_weights_have_no_way_back(engine, old, new):
     push(old, engine)
     push(new, engine, keep_previous=True)

@@ -143,10 +143,12 @@ def beside(function: Callable, *args, **kwargs) -> Future:
 class InFlight:
     """A long greedy completion that has begun, and goes on while the test does something else."""
 
-    def __init__(self, engine: RunningEngine, num_tokens: int = 400, prompt: Sequence[int] = PROMPT) -> None:
+    def __init__(
+        self, engine: RunningEngine, num_tokens: int = 400, prompt: Sequence[int] = PROMPT, **request
+    ) -> None:
         self.num_tokens = num_tokens
         self._stream = engine.rollout.generate_stream(
-            list(prompt), max_tokens=num_tokens, temperature=0.0, ignore_eos=True
+            list(prompt), max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **request
         )
         self._parts: list[Completion] = [next(self._stream)]
 

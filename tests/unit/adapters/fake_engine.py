@@ -186,8 +186,11 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
         for message in requests:
             chunk = message.chunk
             assert chunk.offset % 8 == 0
-            place = self.open["bytes"][chunk.tensor]
-            place[chunk.offset : chunk.offset + len(chunk.data)] = chunk.data
+            if chunk.packed:
+                self._unpack(chunk.offset, chunk.data)
+            else:
+                place = self.open["bytes"][chunk.tensor]
+                place[chunk.offset : chunk.offset + len(chunk.data)] = chunk.data
         return self._reply(wpb.UPDATE_STATE_RECEIVED)
 
     def UpdateWeightsFromIpc(self, request: Any, context: Any) -> wpb.UpdateWeightsResponse:
@@ -205,6 +208,13 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
     def UpdateWeightsFromDistributed(self, request: Any, context: Any) -> wpb.UpdateWeightsResponse:
         self._enter("UpdateWeightsFromDistributed", context)
         return self._reply(wpb.UPDATE_STATE_RECEIVED)
+
+    def _unpack(self, start: int, data: bytes) -> None:
+        offsets, _ = self.open["manifest"].packed_offsets()
+        for at, value in enumerate(data, start):
+            for place, offset in zip(self.open["bytes"], offsets, strict=True):
+                if offset <= at < offset + len(place):
+                    place[at - offset] = value
 
     def _read_segment(self, segment: wpb.SharedMemorySegment) -> None:
         shm = SharedSegment.open(ShmSegment(segment.name, segment.size, segment.allocation_id))

@@ -19,7 +19,9 @@ from trainers_adapters.push import PushError, push_weights
 from trainers_adapters.send_distributed import BroadcastGroup
 from trainers_adapters.send_ipc import IpcArena
 from trainers_adapters.send_tensor import TensorSegment, TensorStream
+from trainers_adapters.sending import Outgoing
 from trainers_adapters.sources import ModuleSource
+from weight_updater.requests import Manifest, TensorSpec
 
 REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, "CHECKSUM_MISMATCH", "w differs")
 GONE = (grpc.StatusCode.UNAVAILABLE, "", "connection refused")
@@ -32,6 +34,29 @@ class Small(nn.Module):
         self.w = nn.Parameter(torch.randn(5, 7, generator=generator))
         self.strided = nn.Parameter(torch.randn(6, 3, generator=generator).t())
         self.narrow = nn.Parameter(torch.randn(9, generator=generator).to(torch.bfloat16))
+
+
+def test_a_stream_packs_small_tensors_and_cuts_large_ones() -> None:
+    sizes = [600, 96, 0, 700, 2000, 40, 264, 1000]
+    tensors = [torch.randint(0, 255, (size,), dtype=torch.uint8).view(torch.float32) for size in sizes]
+    source = [(str(i), tensor) for i, tensor in enumerate(tensors)]
+    manifest = Manifest(tuple(TensorSpec(name, "float32", tuple(t.shape)) for name, t in source))
+    chunks = list(TensorStream(chunk_bytes=1400)._chunks(Outgoing(source, manifest, 0.0)))  # type: ignore[arg-type]
+    assert [(index, offset, len(data)) for index, offset, data in chunks] == [
+        (None, 0, 768 + 256),  # the last of them is empty; the next would not fit
+        (None, 1024, 700),
+        (4, 0, 1400),
+        (4, 1400, 600),
+        (None, 3840, 256 + 264),
+        (7, 0, 1000),
+    ]
+    packed = bytearray(manifest.packed_offsets()[1])
+    offsets = manifest.packed_offsets()[0]
+    for index, offset, data in chunks:
+        start = offset if index is None else offsets[index] + offset
+        packed[start : start + len(data)] = data
+    for start, tensor in zip(offsets, tensors, strict=True):
+        assert packed[start : start + tensor.nbytes] == tensor.numpy().tobytes()
 
 
 def bytes_of(module: nn.Module) -> dict[str, bytes]:
@@ -61,7 +86,15 @@ def clients(engines: list[FakeEngine]) -> Iterator[list[WeightsClient]]:
 @pytest.mark.case("B013")
 @pytest.mark.case("B015")
 @pytest.mark.parametrize(
-    "make", [lambda: TensorStream(chunk_bytes=16), TensorSegment, IpcArena], ids=["stream", "shm", "ipc"]
+    "make",
+    [
+        lambda: TensorStream(chunk_bytes=16),
+        lambda: TensorStream(chunk_bytes=400),
+        TensorStream,
+        TensorSegment,
+        IpcArena,
+    ],
+    ids=["stream", "stream of parts and packs", "stream of one pack", "shm", "ipc"],
 )
 def test_one_engine_gets_the_trainers_bytes_and_the_trainer_keeps_them(make, module, engines, clients):
     before = bytes_of(module)

@@ -10,7 +10,7 @@ from rollout_engine import messages as m
 from rollout_engine.errors import EngineError
 from rollout_engine.server import convert, convert_rollout
 from rollout_engine.v1 import rollout_pb2, weights_pb2
-from tests.wire.fake_engine import begin_reply, update_reply
+from tests.wire.fake_replies import begin_reply, update_reply
 from weight_updater import requests as r
 from weight_updater.errors import Reason, UpdateRefused
 

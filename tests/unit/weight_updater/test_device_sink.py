@@ -112,7 +112,7 @@ def test_bytes_arrive_with_the_next_flush_and_are_hashed_where_they_lie():
     for index, (name, value) in enumerate(tensors.items()):
         assert torch.equal(stored(sink, target)[name], value)
         assert sink.received_checksum(index) == sink.slot_checksum(index) == checksum(value)
-        assert not sink.is_nonfinite(index)
+        assert not sink.nonfinite([index])
 
 
 def test_a_wrong_byte_on_the_device_shows_in_the_checksum_of_what_arrived():
@@ -169,7 +169,7 @@ def test_values_that_become_infinite_in_the_slots_dtype_are_found():
     for index, offset, data in whole(tensors):
         sink.write(index, offset, data)
     sink.flush()
-    assert [i for i in range(len(tensors)) if sink.is_nonfinite(i)] == [list(tensors).index(EMBED)]
+    assert sink.nonfinite(range(len(tensors))) == [list(tensors).index(EMBED)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -20,7 +20,7 @@ from tests.unit.weight_updater.tiny_target import (
     raw,
     weights,
 )
-from weight_updater.checksum import checksum, fold
+from weight_updater.checksum import checksum, fold_by_name
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
 from weight_updater.requests import FromIpc, Path, RegionPlacement, Staging, UpdateReply
 from weight_updater.updater import WeightUpdater
@@ -94,8 +94,10 @@ def test_tensors_in_two_allocations(
         assert_live(target, new)
         assert reply.verified is not skip_checksums
         if not skip_checksums:
-            assert reply.received_checksum == fold(checksum(value) for value in new.values())
-            assert reply.live_checksum == fold(updater.checksums([]).values())
+            assert reply.received_checksum == fold_by_name(
+                {name: checksum(value) for name, value in new.items()}
+            )
+            assert reply.live_checksum == fold_by_name(updater.checksums([]))
     assert target.addresses() == addresses
     assert gpu.opened == handles, "each allocation is mapped once"
     assert in_use(updater) == {}

@@ -24,7 +24,7 @@ from tests.unit.weight_updater.tiny_target import (
     put,
     weights,
 )
-from weight_updater.checksum import checksum, fold
+from weight_updater.checksum import checksum, fold_by_name
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import (
     CudaIpcRegion,
@@ -67,8 +67,10 @@ def test_packed_region(
         assert reply.num_changed == 6
         assert all(torch.equal(target.slot(n), v.to(target.slot(n).dtype)) for n, v in new.items())
         if not skip_checksums:
-            assert reply.received_checksum == fold(checksum(value) for value in new.values())
-            assert reply.live_checksum == fold(updater.checksums([]).values())
+            assert reply.received_checksum == fold_by_name(
+                {name: checksum(value) for name, value in new.items()}
+            )
+            assert reply.live_checksum == fold_by_name(updater.checksums([]))
     assert target.addresses() == addresses
     assert updater.release(["unknown", segment.descriptor.allocation_id]) == 1
     assert num_mappings(segment.descriptor.name) == 1  # the trainer's own

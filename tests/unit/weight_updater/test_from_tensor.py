@@ -7,12 +7,14 @@ import torch
 
 from tests.unit.weight_updater.tiny_target import (
     NORM,
+    Q,
     TinyTarget,
     begin,
     make_updater,
     manifest_of,
     num_mappings,
     pack,
+    raw,
     send,
     weights,
 )
@@ -95,6 +97,22 @@ def test_a_repeated_call_is_answered_without_reading_again() -> None:
         again.run()
         assert updater.received(again, None).received_checksum == reply.received_checksum
         assert updater.commit(update_id).version == 5
+
+
+def test_a_stream_of_packed_and_single_chunks() -> None:
+    target = TinyTarget()
+    updater = make_updater(target)
+    new = weights(1)
+    offsets, size = manifest_of(new).packed_offsets()
+    data = torch.zeros(size, dtype=torch.uint8)
+    for offset, value in zip(offsets, new.values(), strict=True):
+        data[offset : offset + value.nbytes] = raw(value)
+    update_id = begin(updater, new)
+    chunks = [(None, offsets[2], data[offsets[2] :]), (1, 0, raw(new[Q])), (None, 0, data[: offsets[1]])]
+    send(updater, update_id, iter(chunks))
+    updater.verify(update_id)
+    assert updater.commit(update_id).verified
+    assert all(torch.equal(target.slot(name), value) for name, value in new.items())
 
 
 def test_neither_segment_nor_chunks_is_refused() -> None:

@@ -173,7 +173,7 @@ def assert_stored(sink: Sink, target: TinyTarget, new: dict[str, torch.Tensor]) 
     for index, (name, value) in enumerate(new.items()):
         stored = target.arena.slot_view(sink.destination, name)
         assert torch.equal(stored, value.to(stored.dtype)), name
-        assert not sink.is_nonfinite(index)
+        assert not sink.nonfinite([index])
         if value.dtype == stored.dtype:
             assert sink.received_checksum(index) == sink.slot_checksum(index)
 

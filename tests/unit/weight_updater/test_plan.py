@@ -28,7 +28,7 @@ from tests.unit.weight_updater.tiny_target import (
 )
 from weight_updater.arena import Arena, SlotSpec, StorageSpec, WeightTarget
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.plan import merged_ranges, plan_update
+from weight_updater.plan import Planner, merged_ranges, plan_update
 from weight_updater.requests import BeginUpdate, Manifest, Path, Recapture, Staging, TensorSpec
 
 Tensors = dict[str, torch.Tensor]
@@ -297,3 +297,35 @@ def test_planning_grows_with_the_number_of_tensors_only() -> None:
 
     assert seconds(18432) < 2.0
     assert seconds(36864) < 4.0
+
+
+def test_a_manifest_seen_before_is_planned_anew_in_its_checksums_only() -> None:
+    target = TinyTarget()
+    planner = Planner(target)
+    tied = {**weights(1), HEAD: weights(1)[EMBED]}
+    first = manifest_of(tied)
+    known = planner.plan(first, first.digest(), partial=False, merged=False)
+    second = manifest_of({**weights(2), HEAD: weights(2)[EMBED]})
+    plan = planner.plan(second, second.digest(), partial=False, merged=False)
+    assert plan.slots is known.slots  # nothing was matched again
+    assert (plan.manifest, known.manifest) == (second, first)
+    differs = manifest_of({**weights(3), HEAD: weights(4)[EMBED]})
+    with pytest.raises(UpdateRefused, match=f"{HEAD} and {EMBED} are tied"):
+        planner.plan(differs, differs.digest(), partial=False, merged=False)
+    wrong = second.with_checksums([1 << 64] * len(second.tensors))
+    with pytest.raises(UpdateRefused, match="is not a 64-bit number"):
+        planner.plan(wrong, wrong.digest(), partial=False, merged=False)
+    part = Manifest(first.tensors[:2])
+    with pytest.raises(UpdateRefused, match="lacks 4 of the model's 6 tensors"):
+        planner.plan(part, part.digest(), partial=False, merged=False)
+    assert not planner.plan(part, part.digest(), partial=True, merged=False).full
+    with pytest.raises(UpdateRefused, match="lacks 4"):
+        planner.plan(part, part.digest(), partial=False, merged=False)
+
+
+def test_no_name_makes_a_digest_mean_two_manifests() -> None:
+    two = Manifest((TensorSpec("a", "float32", (1,)), TensorSpec("b", "float32", (2,))))
+    for end in ("\n", "\0", "\\n"):
+        one = Manifest((TensorSpec(f"a\0float32\0(1,){end}b", "float32", (2,)),))
+        assert one.digest() != two.digest()
+    assert two.digest() == two.with_checksums([1, 2]).digest()

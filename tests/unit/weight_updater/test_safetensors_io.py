@@ -9,8 +9,15 @@ import torch
 
 from weight_updater.checksum import checksum
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.safetensors_header import CHECKSUMS_KEY
-from weight_updater.safetensors_io import INDEX, SINGLE, read_headers, save_weights
+from weight_updater.safetensors_header import CHECKSUMS_KEY, Headers
+from weight_updater.safetensors_io import (
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    open_checkpoint,
+    read_headers,
+    save_weights,
+)
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -328,3 +335,23 @@ def test_a_linked_index_or_single_file_outside_is_refused(tmp_path: Path) -> Non
     inside.mkdir()
     (inside / SINGLE).symlink_to(tmp_path / "other" / SINGLE)
     refused(inside, Reason.PATH_FORBIDDEN)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [1 << 30, 200])
+def test_a_header_is_parsed_again_if_its_bytes_are_others(tmp_path: Path, max_shard_bytes: int) -> None:
+    headers = Headers()
+
+    def read() -> Checkpoint:
+        with open_checkpoint(str(tmp_path), headers=headers) as checkpoint:
+            return checkpoint
+
+    for seed in (0, 1):
+        save_weights(str(tmp_path), weights(seed).items(), max_shard_bytes=max_shard_bytes)
+        first, again = read(), read()
+        assert all(a is b for a, b in zip(first.tensors, again.tensors, strict=True))
+        for stored in again.tensors:
+            assert stored.spec.checksum == checksum(weights(seed)[stored.spec.name])
+    if max_shard_bytes > 200:  # another size of the same file: the header alone does not say that
+        os.truncate(tmp_path / SINGLE, os.path.getsize(tmp_path / SINGLE) - 2)
+        with pytest.raises(UpdateRefused, match="incomplete metadata"):
+            read()

@@ -1,14 +1,19 @@
+import contextlib
 import gc
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import ShmSegment
-from weight_updater.shm import SharedSegment
+from weight_updater.shm import SharedSegment, sweep
 
 
 def open_files() -> int:
@@ -90,6 +95,8 @@ def test_allocation_ids_are_new() -> None:
         "rollsync-" + "A" * 32,
         "rollsync-" + "a" * 32 + "\n",
         "rollsync-" + "a" * 31 + "\0",
+        "rollsync-" + "a" * 32 + ".new",
+        "rollsync-" + "a" * 32 + ".held.held",
         "/rollsync-" + "a" * 32,
     ],
 )
@@ -160,6 +167,99 @@ def test_the_death_of_an_owner_shows() -> None:
 def test_an_owner_without_a_lock_counts_as_gone() -> None:
     with SharedSegment.create(8) as ours:
         assert not ours.owner_alive()
+
+
+@contextlib.contextmanager
+def owner(kind: str = "") -> Iterator[tuple[subprocess.Popen, str]]:
+    """A process that holds a segment, and the segment's path."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", OWNER, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout is not None
+        yield child, f"/dev/shm/{child.stdout.readline().split()[0]}"
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.parametrize("kind", ["", "lock"])
+def test_what_a_killed_process_left_goes_with_the_next_segment_and_nothing_else_does(kind: str) -> None:
+    with owner(kind) as (dead, left), owner(kind) as (_, held), SharedSegment.create(8) as ours:
+        with SharedSegment.open(ours.descriptor):
+            pass  # a record lock would be gone after this
+        dead.kill()
+        dead.wait()
+        assert os.path.exists(left)
+        with SharedSegment.create(8):
+            assert not os.path.exists(left)
+        assert os.path.exists(held)
+        assert exists(ours)
+        sweep_elsewhere()
+        assert os.path.exists(held)
+        assert exists(ours)
+
+
+def sweep_elsewhere() -> None:
+    code = "from weight_updater.shm import sweep; sweep()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_sweep_drops_no_owner_lock_of_its_own_process() -> None:
+    with SharedSegment.create(8, owner_lock=True) as ours, SharedSegment.create(8):
+        ask = f"""if True:
+            from weight_updater.requests import ShmSegment
+            from weight_updater.shm import SharedSegment
+            print(SharedSegment.open(ShmSegment({ours.descriptor.name!r}, 8, "x")).owner_alive())"""
+        assert subprocess.run([sys.executable, "-c", ask], capture_output=True).stdout == b"True\n"
+
+
+def test_a_fork_of_a_killed_creator_still_holds_its_segment() -> None:
+    code = OWNER.replace(
+        "sys.stdin.read()", "import os, time\nif not os.fork(): time.sleep(30)\nsys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, ""],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    path = f"/dev/shm/{child.stdout.readline().split()[0]}"
+    try:
+        forks = f"/proc/{child.pid}/task/{child.pid}/children"
+        while not Path(forks).read_text():
+            time.sleep(0.01)
+        child.kill()
+        child.wait()
+        sweep()
+        assert os.path.exists(path)
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while os.path.exists(path) and time.monotonic() < deadline:
+        sweep()
+        time.sleep(0.01)
+    assert not os.path.exists(path)
+
+
+def test_files_that_nobody_promised_to_lock_are_left_alone() -> None:
+    name = "rollsync-" + os.urandom(16).hex()
+    paths = [f"/dev/shm/{name}{ending}" for ending in ("", ".new", ".held.bak", ".old")]
+    old = [f"/dev/shm/{'f' * 8}-{name}.held", f"/dev/shm/{name[:-1]}g.new"]
+    for path in paths + old:
+        with open(path, "xb"):
+            pass
+    for path in old:
+        os.utime(path, (1, 1))
+    try:
+        sweep()
+        assert all(map(os.path.exists, paths + old))
+        os.utime(paths[1], (1, 1))  # its creator died before it could lock it
+        sweep()
+        assert not os.path.exists(paths[1])
+    finally:
+        for path in paths + old:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def test_importing_it_loads_no_torch() -> None:

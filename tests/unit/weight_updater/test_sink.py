@@ -16,6 +16,7 @@ from tests.unit.weight_updater.tiny_target import (
     SHAPES,
     UP,
     K,
+    Q,
     TinyTarget,
     manifest_of,
     raw,
@@ -114,6 +115,84 @@ def test_bad_chunks(index: int, offset: int, size: int, match: str) -> None:
     assert sink.received_bytes == 16
 
 
+def packed(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All tensors in order, each at a multiple of 256 bytes, with 0xFF between them."""
+    offsets, size = manifest_of(tensors).packed_offsets()
+    data = torch.full((size,), 255, dtype=torch.uint8)
+    for offset, value in zip(offsets, tensors.values(), strict=True):
+        data[offset : offset + value.nbytes] = raw(value)
+    return data
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.booleans())
+def test_any_cutting_of_the_packed_tensors_gives_the_same(draw: st.DataObject, cast: bool) -> None:
+    target = TinyTarget()
+    sent = weights(1, torch.float32) if cast else weights(1)
+    data = packed(sent)
+    words = st.sets(st.integers(1, data.numel() // 8 - 1), max_size=12)
+    edges = [0, *sorted(8 * word for word in draw.draw(words)), data.numel()]
+    sink = make_sink(target, manifest_of(sent))
+    for start, end in draw.draw(st.permutations(list(itertools.pairwise(edges)))):
+        sink.write_packed(start, data[start:end])
+    assert sink.incomplete() == []
+    assert sink.received_bytes == manifest_of(sent).nbytes
+    everything = range(len(sent))
+    assert sink.received_checksums(everything) == [checksum(value) for value in sent.values()]
+    for index, value in enumerate(sent.values()):
+        stored = sink.slot_bytes(index)
+        assert stored is not None
+        assert torch.equal(stored, value.to(stored.dtype))
+        assert sink.slot_checksums(everything)[index] == checksum(stored)
+
+
+@pytest.mark.parametrize(
+    ("position", "size", "match"),
+    [
+        (-8, 16, "lie in the 1536 bytes of all tensors"),
+        (4, 8, "start at a multiple of 8"),
+        (1528, 16, "lie in the 1536 bytes"),
+        (0, 12, r"\[0, 12\) is misaligned"),
+        (96, 16, r"embed_tokens.weight with bytes \[96, 112\) overlaps \[0, 120\)"),
+        (0, 1536, "overlaps"),
+        (232, 128, r"q_proj.weight with bytes \[0, 72\) overlaps \[0, 72\)"),
+    ],
+)
+def test_bad_packed_chunks(position: int, size: int, match: str) -> None:
+    new = weights(1)
+    sink = make_sink(TinyTarget(), manifest_of(new))
+    sink.write_whole([0, 1], [0, 256], packed(new))
+    with pytest.raises(UpdateRefused, match=match) as caught:
+        sink.write_packed(position, torch.zeros(size, dtype=torch.uint8))
+    assert caught.value.reason is Reason.BAD_CHUNK
+    assert sink.received_checksums([0, 1]) == [checksum(new[EMBED]), checksum(new[Q])]
+
+
+def test_whole_tensors_from_anywhere_in_a_buffer() -> None:
+    target = TinyTarget()
+    new = weights(1)
+    sink = make_sink(target, manifest_of(new))
+    data = torch.cat([torch.zeros(3, dtype=torch.uint8), *map(raw, reversed(new.values()))])
+    sizes = [value.nbytes for value in new.values()]
+    positions = [3 + sum(sizes[index + 1 :]) for index in range(len(sizes))]
+    sink.write_whole([5, 0, 3], [positions[5], positions[0], positions[3]], data)
+    assert [index for index, _ in sink.incomplete()] == [1, 2, 4]
+    sink.write_whole([1, 2, 4], [positions[1], positions[2], positions[4]], data)
+    assert sink.incomplete() == []
+    for index, value in enumerate(new.values()):
+        assert torch.equal(sink.slot_bytes(index), value)  # type: ignore[arg-type]
+        assert sink.slot_checksum(index) == checksum(value)
+
+
+def test_a_tensor_that_comes_twice_in_one_call_is_refused() -> None:
+    new = weights(1)
+    sink = make_sink(TinyTarget(), manifest_of(new))
+    for twice in ([0, 1, 0], [2, 2]):
+        with pytest.raises(UpdateRefused, match="overlaps"):
+            sink.write_whole(twice, [0] * len(twice), packed(new))
+    assert {index for index, _ in sink.incomplete()} >= {0, 1}
+
+
 @pytest.mark.case("B024")
 def test_round_to_nearest_even() -> None:
     target = TinyTarget()
@@ -126,7 +205,7 @@ def test_round_to_nearest_even() -> None:
     assert stored is not None
     assert stored[0, :3].tolist() == [1.0, 1.0, 1.015625]
     assert stored[1, 0] == float("inf")
-    assert sink.is_nonfinite(0)
+    assert sink.nonfinite([0]) == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -153,7 +232,7 @@ def test_nonfinite_is_found_in_the_chunk_that_has_it() -> None:
         for index, value in enumerate(new.values()):
             sink.write(index, 0, raw(value)[:8])
             sink.write(index, 8, raw(value)[8:])
-        assert [sink.is_nonfinite(index) for index in range(6)] == [name == UP for name in new]
+        assert sink.nonfinite(range(6)) == [index for index, name in enumerate(new) if name == UP]
 
 
 def test_unaligned_memory_is_read_right() -> None:

@@ -26,7 +26,7 @@ from tests.unit.weight_updater.tiny_target import (
     weights,
     whole,
 )
-from weight_updater.checksum import checksum, fold
+from weight_updater.checksum import checksum, fold_by_name
 from weight_updater.errors import Reason, UpdateRefused, WeightsTorn
 from weight_updater.requests import BeginUpdate, FromTensor, Path, Staging, UpdateState
 
@@ -60,8 +60,8 @@ def test_full_update_is_exact_in_place_and_proven(target: TinyTarget, staging: S
     assert (reply.num_tensors, reply.num_changed, reply.unmatched) == (6, 6, ())
     assert reply.num_bytes == sum(value.nbytes for value in new.values())
     assert reply.verified
-    assert reply.received_checksum == fold(checksum(value) for value in new.values())
-    assert reply.live_checksum == fold(updater.checksums([]).values())
+    assert reply.received_checksum == fold_by_name({name: checksum(value) for name, value in new.items()})
+    assert reply.live_checksum == fold_by_name(updater.checksums([]))
     assert reply.graphs_reason == "no graphs are captured"
     assert updater.open is None
 
@@ -106,9 +106,25 @@ def test_casts_to_the_slots_dtype(target: TinyTarget, staging: Staging, dtype: t
     sent = weights(1, dtype)
     reply = push(updater, sent, staging=staging)
     assert equal(target.values(), {name: value.to(target.slot(name).dtype) for name, value in sent.items()})
-    assert reply.received_checksum == fold(checksum(value) for value in sent.values())
-    assert reply.live_checksum == fold(checksum(target.slot(name)) for name in target.arena.slot_names)
+    assert reply.received_checksum == fold_by_name({name: checksum(value) for name, value in sent.items()})
+    assert reply.live_checksum == fold_by_name(
+        {name: checksum(target.slot(name)) for name in target.arena.slot_names}
+    )
     assert reply.verified
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_equal_weights_give_equal_numbers_in_any_order(target: TinyTarget, staging: Staging) -> None:
+    updater = make_updater(target, device_staging=True)
+    sent = weights(1)
+    orders = [sent, dict(reversed(sent.items())), dict(sorted(sent.items()))]
+    tied = {HEAD: sent[EMBED], **sent}
+    alone = {HEAD: sent[EMBED], **{name: value for name, value in sent.items() if name != EMBED}}
+    replies = [push(updater, order, staging=staging) for order in (*orders, tied, alone)]
+    assert [list(order) for order in orders] == [list(sent), list(sent)[::-1], sorted(sent)]
+    assert {reply.received_checksum for reply in replies} == {replies[0].live_checksum}
+    assert {reply.live_checksum for reply in replies} == {fold_by_name(updater.checksums([]))}
+    assert push(updater, weights(2), staging=staging).received_checksum != replies[0].received_checksum
 
 
 @pytest.mark.case("B016")
@@ -132,7 +148,7 @@ def test_partial_update_leaves_the_rest_alone(target: TinyTarget, staging: Stagi
     reply = push(updater, part, staging=staging, partial=True)
     assert equal(target.values(), {**weights(2), **part})
     assert (reply.num_tensors, reply.num_changed) == (2, 2)
-    assert reply.live_checksum == fold(updater.checksums([]).values())
+    assert reply.live_checksum == fold_by_name(updater.checksums([]))
 
 
 def test_verified_only_with_checksums(target: TinyTarget) -> None:
@@ -140,7 +156,9 @@ def test_verified_only_with_checksums(target: TinyTarget) -> None:
     reply = push(updater, weights(1), checksums_came=False)
     assert not reply.verified
     assert "no checksum" in reply.warnings[0]
-    assert reply.received_checksum == fold(checksum(value) for value in weights(1).values())
+    assert reply.received_checksum == fold_by_name(
+        {name: checksum(value) for name, value in weights(1).items()}
+    )
 
 
 def test_versions_only_grow(target: TinyTarget) -> None:

@@ -1,0 +1,97 @@
+"""Products of float32 matrices on the CPU: which operation takes them, and what it is compared with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rollout_engine.models import layers
+from rollout_engine.models.layers import MAX_THIN_ROWS, Head, RMSNorm, find_onednn, linear, rotate
+
+
+def operations(product) -> SimpleNamespace:
+    """What stands in for torch.ops.mkldnn."""
+    return SimpleNamespace(_linear_pointwise=SimpleNamespace(default=product))
+
+
+def raises(error: Exception):
+    def product(*arguments):
+        raise error
+
+    return product
+
+
+def other_arguments(x, weight, bias):
+    return F.linear(x, weight, bias)
+
+
+def as_in_torch(x, weight, bias, attribute, scalars, algorithm):
+    assert (attribute, scalars, algorithm) == ("none", [], "")
+    return F.linear(x, weight, bias)
+
+
+def test_an_operation_that_works_is_used() -> None:
+    product = find_onednn(operations(as_in_torch))
+    assert product is not None
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    assert torch.equal(product(x, weight, None), F.linear(x, weight))
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        SimpleNamespace(),
+        SimpleNamespace(_linear_pointwise=SimpleNamespace()),
+        operations(other_arguments),
+        operations(raises(RuntimeError("built without oneDNN"))),
+        operations(lambda x, weight, bias, *rest: F.linear(x, weight)),
+        operations(lambda x, weight, bias, *rest: F.linear(x, weight, bias).relu() - 1),
+        operations(lambda x, weight, bias, *rest: None),
+    ],
+    ids=["none", "no overload", "other arguments", "no oneDNN", "no bias", "other result", "no result"],
+)
+def test_an_operation_that_is_missing_or_does_something_else_is_not(found) -> None:
+    assert find_onednn(found) is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_without_onednn_the_blas_takes_over(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "ONEDNN", None)
+    head = Head(24, 40, bias=bias)
+    head.weight.data.normal_()
+    if head.bias is not None:
+        head.bias.data.normal_()
+    for rows in (1, MAX_THIN_ROWS, MAX_THIN_ROWS + 1, 33):
+        x = torch.randn(rows, 24)
+        torch.testing.assert_close(head(x), F.linear(x, head.weight, head.bias), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, MAX_THIN_ROWS, MAX_THIN_ROWS + 1, 16, 70])
+def test_products_of_any_height(rows: int, bias: bool) -> None:
+    x, weight = torch.randn(rows, 576), torch.randn(96, 576)
+    b = torch.randn(96) if bias else None
+    exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    out = linear(x, weight, b)
+    assert out.is_contiguous()
+    assert (out - exact).abs().max() < 2e-4
+    if rows > MAX_THIN_ROWS:
+        assert torch.equal(out, F.linear(x, weight, b))
+
+
+def test_norm_and_rotation_round_as_in_transformers() -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+    x, angles = torch.randn(50, 3, 16), torch.randn(50, 8) * 40
+    theirs, ours = LlamaRMSNorm(16, 1e-5), RMSNorm(16, 1e-5)
+    weight = torch.randn(16)
+    theirs.weight.data.copy_(weight)
+    ours.weight.data.copy_(weight)
+    assert torch.equal(ours(x), theirs(x))
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos[None], sin[None])
+    signed = torch.cat((-sin[:, :8], sin[:, 8:]), dim=-1)
+    assert torch.equal(rotate(x, (cos[:, None], signed[:, None])), expected[0].transpose(0, 1))
