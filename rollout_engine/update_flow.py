@@ -31,7 +31,9 @@ from weight_updater.requests import (
     BeginUpdate,
     FromDistributed,
     Inflight,
+    Path,
     StageSeconds,
+    Staging,
     UpdateReply,
     UpdateState,
 )
@@ -192,7 +194,10 @@ class UpdateFlow:
     # ------------------------------------------------------------ steps
 
     def _begin(self, request: BeginUpdate) -> Flow:
-        manifest = yield OffLoop(lambda: self._updater.resolve(request))
+        if _is_known_by_name(request):
+            manifest = self._updater.resolve(request)
+        else:
+            manifest = yield OffLoop(lambda: self._updater.resolve(request))
         paused = self._gate.paused_by_user
         reply: BeginReply = self._updater.begin(request, manifest, paused=paused)
         opened = self._updater.open
@@ -369,6 +374,12 @@ class UpdateFlow:
                 "inflight=wait would never end on a paused engine; continue generation, or use abort, keep "
                 "or recompute",
             )
+
+
+def _is_known_by_name(request: BeginUpdate) -> bool:
+    """Whether resolving reads no file and allocates nothing, so that the loop can do it at once."""
+    by_digest = bool(request.manifest_digest) and request.path is not Path.DISK
+    return by_digest and request.staging in (Staging.NONE, Staging.DEVICE)
 
 
 def measure_copy_rate(device: torch.device) -> float:

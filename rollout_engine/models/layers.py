@@ -185,14 +185,19 @@ class RotaryEmbedding(nn.Module):
         shape = (config.context_length, config.head_dim)
         self.register_buffer("cos", torch.empty(shape, dtype=config.dtype), persistent=False)
         self.register_buffer("sin", torch.empty(shape, dtype=config.dtype), persistent=False)
+        self._angles: torch.Tensor | None = None  # [context_length, H / 2] float32
 
     def fill(self) -> None:
-        """Compute the tables again, in place: captured addresses stay right."""
-        frequencies = inverse_frequencies(self.config.rope, self.config.head_dim).to(self.cos.device)
-        positions = torch.arange(self.config.context_length, device=self.cos.device).float()
-        angles = torch.outer(positions, frequencies)
-        self.cos.copy_(torch.cat((angles.cos(), angles.cos()), dim=-1))
-        self.sin.copy_(torch.cat((-angles.sin(), angles.sin()), dim=-1))
+        """Compute the tables again, in place: captured addresses stay right. Waits for no device, but for
+        the first time.
+        """
+        if self._angles is None:
+            frequencies = inverse_frequencies(self.config.rope, self.config.head_dim).to(self.cos.device)
+            positions = torch.arange(self.config.context_length, device=self.cos.device).float()
+            self._angles = torch.outer(positions, frequencies)
+        cos, sin = self._angles.cos(), self._angles.sin()
+        self.cos.copy_(torch.cat((cos, cos), dim=-1))
+        self.sin.copy_(torch.cat((-sin, sin), dim=-1))
 
     def forward(self, positions: torch.Tensor) -> Rope:
         """[T] int64 -> cos, sin, each [T, 1, H] in the model's dtype."""
