@@ -12,7 +12,7 @@ CONTEXT_LENGTH = 512
 EOS = 2
 
 
-def _config(name: str, tied: bool, head_dim: int):
+def _config(name: str, tied: bool, head_dim: int, context_length: int):
     import transformers
 
     common = {
@@ -22,7 +22,7 @@ def _config(name: str, tied: bool, head_dim: int):
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT_LENGTH,
+        "max_position_embeddings": context_length,
         "tie_word_embeddings": tied,
         "bos_token_id": 1,
         "eos_token_id": EOS,
@@ -44,6 +44,7 @@ def make_tiny(
     tied: bool = False,
     seed: int = 0,
     head_dim: int = 0,
+    context_length: int = CONTEXT_LENGTH,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Save a model of `name` (one of ARCHITECTURES) to `directory`, and return it.
@@ -57,7 +58,7 @@ def make_tiny(
     """
     import transformers
 
-    config = _config(name, tied, head_dim)
+    config = _config(name, tied, head_dim, context_length)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

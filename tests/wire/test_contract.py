@@ -29,6 +29,9 @@ PATHS = ["disk", "distributed", "tensor", "segment", "ipc"]
 """The four paths; `segment` is the tensor path through shared memory."""
 STAGINGS = ["device", "host", "none"]
 PROMPT = [5, 9, 77, 31, 8, 120, 64, 3] * 5
+CONTEXT_LENGTH = 1280
+NUM_TOKENS = 1000
+"""Of a stream that is still under way when a push arrives, also on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def work_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "llama", "llama", tied=True)
+    return make_tiny(tmp_path_factory.mktemp("model") / "llama", "llama", tied=True, context_length=CONTEXT_LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +140,10 @@ def test_an_update_is_bit_exact_in_place_and_labelled(path, staging, engine, sen
 )
 def test_sequences_in_flight_follow_the_policy(path, staging, inflight, engine, senders, trainer):
     old_version = engine.rollout.info().weight_version
-    num_tokens = 400
+    num_tokens = NUM_TOKENS
+    train(trainer, next(_seeds))  # the engine learns of it by the push
     stream = engine.rollout.generate_stream(PROMPT, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     parts = [next(stream)]
-    train(trainer, next(_seeds))
     report = push_weights(
         ModuleSource(trainer), engine.weights, via=senders[path], staging=staging, inflight=inflight
     )
