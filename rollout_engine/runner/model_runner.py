@@ -145,19 +145,24 @@ class ModelRunner:
     def init_attention_backends(self) -> None:
         """Choose the attention backend and load its kernels."""
         self._enter(Stage.INIT_ATTENTION_BACKENDS)
-        model, pool = self.model_config, self.token_to_kv_pool
+        self.attention_backend_name, self.attn_backend = self.load_attention()
+        self.eager = EagerRunner(self.model, self.last_tokens, self.config.max_prompt_logits_rows)
+
+    def load_attention(self) -> tuple[str, AttentionBackend]:
+        """The attention backend's name and the backend, its kernels loaded; compiled if that is due."""
+        model = self.model_config
         shape = AttentionShape(
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
-            page_size=pool.page_size,
+            page_size=self.config.page_size,
             dtype=model.dtype,
             device=self.device,
         )
-        self.attention_backend_name = resolve_backend(self.config.attention_backend, shape)
-        self.attn_backend = make_backend(self.attention_backend_name, shape)
-        self.attn_backend.warm_up()
-        self.eager = EagerRunner(self.model, self.last_tokens, self.config.max_prompt_logits_rows)
+        name = resolve_backend(self.config.attention_backend, shape)
+        backend = make_backend(name, shape)
+        backend.warm_up()
+        return name, backend
 
     def init_cuda_graphs(self) -> None:
         """Capture graphs where they can be; nothing to capture on a CPU."""

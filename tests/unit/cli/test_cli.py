@@ -209,3 +209,12 @@ def test_demo_passes_on_the_last_line_or_says_what_to_do(
 def test_json_has_null_for_what_is_not_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": [float("nan"), float("inf"), 1.5], "b": (True, None)})
     assert one_object(capsys.readouterr().out) == {"a": [None, None, 1.5], "b": [True, None]}
+
+
+def test_warmup_names_what_it_made_ready(tiny_llama_dir: Path) -> None:
+    arguments = ["warmup", "--model", str(tiny_llama_dir), "--device", "cpu"]
+    done = json.loads(run(*arguments, "--json").stdout)
+    assert (done["device"], done["attention_backend"]) == ("cpu", "torch")
+    wrong = run(*arguments, "--attention-backend", "flashinfer")
+    assert wrong.exit_code == 2
+    assert "FlashInfer needs a GPU" in wrong.stderr
