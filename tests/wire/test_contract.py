@@ -41,7 +41,9 @@ def work_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "llama", "llama", tied=True, context_length=CONTEXT_LENGTH)
+    return make_tiny(
+        tmp_path_factory.mktemp("model") / "llama", "llama", tied=True, context_length=CONTEXT_LENGTH
+    )
 
 
 @pytest.fixture(scope="module")
