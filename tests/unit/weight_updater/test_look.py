@@ -203,3 +203,26 @@ def test_a_look_finds_what_a_sink_finds_in_any_pieces(dtype: torch.dtype | None)
             assert look.nonfinite([index]) == sink.nonfinite([index])
     for index in (*plan.twins, *plan.twins.values()):
         assert look.slot_checksum(index) == sink.slot_checksum(index)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("hashing", [True, False])
+def test_a_look_at_tensors_that_come_together_finds_the_same(
+    dtype: torch.dtype | None, hashing: bool
+) -> None:
+    target, new = TinyTarget(), equal_in_another_dtype(weights(4, dtype))
+    new[NORM][2] = float("inf")
+    plan = plan_update(target, manifest_of(new), partial=False, merged=False)
+    one_by_one, together = (Look(plan, hashing=hashing, find_nonfinite=True) for _ in range(2))
+    for index, value in enumerate(new.values()):
+        one_by_one.write(index, 0, raw(value))
+    packed = torch.zeros(plan.packed_bytes, dtype=torch.uint8)
+    for offset, value in zip(plan.packed_offsets, new.values(), strict=True):
+        packed[offset : offset + value.nbytes] = raw(value)
+    together.write_whole(plan.needed, [plan.packed_offsets[index] for index in plan.needed], packed)
+    assert together.incomplete() == []
+    assert together.nonfinite(plan.applied) == one_by_one.nonfinite(plan.applied) != []
+    if hashing:
+        assert together.received_checksums(plan.needed) == one_by_one.received_checksums(plan.needed)
+    for index in (*plan.twins, *plan.twins.values()):
+        assert together.slot_checksum(index) == one_by_one.slot_checksum(index)
