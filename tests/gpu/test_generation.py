@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -41,25 +43,33 @@ def mean_difference(found: list[float], wanted: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(found, wanted, strict=True)) / len(wanted)
 
 
+def reference_scores(model: Any, tokens: list[int], num_prompt: int) -> list[float]:
+    """Log-probabilities of tokens[num_prompt:] by transformers."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens], device="cuda")).logits[0].float().log_softmax(-1)
+    return [float(logits[at - 1, tokens[at]]) for at in range(num_prompt, len(tokens))]
+
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
 
 
 def test_flashinfer_agrees_with_sdpa_and_transformers(model_dir):
-    reference = load_reference(model_dir).to("cuda", torch.bfloat16)
+    """As near to transformers in float32 as transformers in bfloat16 is, on average over all tokens."""
+    exact = load_reference(model_dir).to("cuda", torch.float32)
+    rounded = load_reference(model_dir).to("cuda", torch.bfloat16)
     prompts = prompts_for(128, [3, 17, 40, 90])
     flash = engine(model_dir)
     assert flash.runner.attention_backend_name == "flashinfer"
     oracle = engine(model_dir, attention_backend="torch")
-    sequences = flash.generate(prompts, GREEDY)
-    for sequence in sequences:
+    sums = dict.fromkeys(("transformers", "decoded", "flashinfer", "sdpa"), 0.0)
+    for sequence in flash.generate(prompts, GREEDY):
         tokens, start = sequence.prompt_ids + sequence.output_ids, len(sequence.prompt_ids)
-        with torch.no_grad():
-            logits = reference(torch.tensor([tokens], device="cuda")).logits[0].float().log_softmax(-1)
-        wanted = [float(logits[start + i - 1, token]) for i, token in enumerate(sequence.output_ids)]
-        floor = mean_difference(score(oracle, tokens, start), wanted)
-        assert floor < 0.05
-        assert mean_difference(sequence.logprobs, wanted) < 1.5 * floor + 0.01
-        assert mean_difference(score(flash, tokens, start), wanted) < 1.5 * floor + 0.01
+        wanted = reference_scores(exact, tokens, start)
+        sums["transformers"] += mean_difference(reference_scores(rounded, tokens, start), wanted)
+        sums["decoded"] += mean_difference(sequence.logprobs, wanted)
+        sums["flashinfer"] += mean_difference(score(flash, tokens, start), wanted)
+        sums["sdpa"] += mean_difference(score(oracle, tokens, start), wanted)
+    assert max(sums.values()) < 2 * sums["transformers"] + 0.01, sums
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8])
