@@ -198,7 +198,9 @@ class ModelRunner:
         if self.forward_stream is None:
             return self._forward_raw(batch)
         with torch.cuda.stream(self.forward_stream):
-            return self._forward_raw(batch)
+            pending = self._forward_raw(batch)
+            pending.mark()  # an update may write to the weights once this pass's result was taken
+        return pending
 
     def _forward_raw(self, batch: ScheduleBatch) -> PendingStep:
         """Choose who runs the batch, and count the choice."""
