@@ -85,6 +85,8 @@ class ModelRunner:
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self.device = _device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # events and kernels outside of forward passes go there, too
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.model_config = ModelConfig.from_directory(
