@@ -266,6 +266,7 @@ class ModelRunner:
         """Free the captured graphs; bytes that the device got back."""
         if self.decode_graph is None:
             return 0
+        torch.cuda.synchronize(self.device)  # a pass whose sequences have ended may still be replayed
         self.decode_graph.release()
         before = self.available_memory()
         torch.cuda.empty_cache()
