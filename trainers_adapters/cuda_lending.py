@@ -95,7 +95,7 @@ class CudaLending:
             ValueError: the source does not yield what its manifest says.
             UpdateRefused: MEMORY_UNAVAILABLE, NO_MEMORY.
         """
-        self._kept = []  # before as many new ones are made
+        self.let_go()  # before as many new ones are made
         tensors = [
             _checked(spec, name, tensor) for spec, (name, tensor) in zip(manifest.tensors, named, strict=True)
         ]
@@ -109,6 +109,10 @@ class CudaLending:
         for index in {index for _, index, _, _ in key}:
             torch.cuda.current_stream(index).synchronize()
         return self._lent
+
+    def let_go(self) -> None:
+        """Keep the tensors of the push before no longer; a source that makes its own has room for new ones."""
+        self._kept = []
 
     def scan(self) -> tuple[list[int], bool]:
         """The checksums of what is lent now, in order; and whether a value in it is not finite, or may be."""

@@ -205,8 +205,14 @@ def test_tensors_that_a_source_makes_anew_are_let_go_before_the_next(
 
     manifest = Manifest((TensorSpec("a", "bfloat16", (8, 32)),))
     lending = CudaLending()
+
+    def push() -> Lent:
+        lending.let_go()
+        named = list(source())  # all of it, before anything is lent
+        return lending.lend(named, manifest)
+
     for step in range(1, 4):
-        lent = lending.lend(source(), manifest)
+        lent = push()
         expected = checksum(torch.full((8, 32), step, dtype=torch.bfloat16))
         assert lending.scan() == ([expected], False)
         assert lent.regions[0].offset == 512
