@@ -111,7 +111,7 @@ class CudaLending:
         return self._lent
 
     def let_go(self) -> None:
-        """Keep the tensors of the push before no longer; a source that makes its own has room for new ones."""
+        """Keep the last push's tensors no longer: a source that makes its own has room for new ones then."""
         self._kept = []
 
     def scan(self) -> tuple[list[int], bool]:
