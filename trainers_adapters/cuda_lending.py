@@ -77,7 +77,8 @@ class CudaLending:
         self._staged: list[tuple[int, torch.Tensor]] = []  # (tensor, its place in a buffer)
         self._lent: Lent | None = None
         self._kept: list[torch.Tensor] = []
-        self._bytes: dict[int, torch.Tensor] = {}  # of lent tensors, by their place in the manifest
+        # Bytes of what is lent, by their place in the manifest: over addresses, so that they keep no memory.
+        self._bytes: dict[int, torch.Tensor] = {}
 
     @property
     def allocation_ids(self) -> set[str]:
@@ -94,7 +95,7 @@ class CudaLending:
             ValueError: the source does not yield what its manifest says.
             UpdateRefused: MEMORY_UNAVAILABLE, NO_MEMORY.
         """
-        self._kept = []  # before as many new ones are made
+        self.let_go()  # before as many new ones are made
         tensors = [
             _checked(spec, name, tensor) for spec, (name, tensor) in zip(manifest.tensors, named, strict=True)
         ]
@@ -108,6 +109,10 @@ class CudaLending:
         for index in {index for _, index, _, _ in key}:
             torch.cuda.current_stream(index).synchronize()
         return self._lent
+
+    def let_go(self) -> None:
+        """Keep the last push's tensors no longer: a source that makes its own has room for new ones then."""
+        self._kept = []
 
     def scan(self) -> tuple[list[int], bool]:
         """The checksums of what is lent now, in order; and whether a value in it is not finite, or may be."""
@@ -127,9 +132,13 @@ class CudaLending:
         return values, nonfinite
 
     def _bytes_of(self, at: int, tensor: torch.Tensor) -> torch.Tensor:
-        """[n] uint8 over a lent tensor, made once for as long as the same tensors are lent."""
+        """[n] uint8 over a lent tensor, made once for as long as the same addresses are lent.
+
+        It does not keep the tensor: a source that makes tensors as it goes makes them in the memory of those
+        before, which is free by then, and at the same addresses.
+        """
         if at not in self._bytes:
-            self._bytes[at] = tensor.view(-1).view(torch.uint8)
+            self._bytes[at] = bytes_at(tensor.data_ptr(), tensor.nbytes, tensor.get_device())
         return self._bytes[at]
 
     def _still_there(self) -> bool:

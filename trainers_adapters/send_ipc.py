@@ -48,6 +48,8 @@ class IpcArena(Sender):
         return shared | (self._lending.allocation_ids if self._lending is not None else set())
 
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
+        if self._lending is not None:
+            self._lending.let_go()
         named = list(outgoing.source)
         if all(tensor.device.type == "cuda" for _, tensor in named):
             return self._lend(named, outgoing)

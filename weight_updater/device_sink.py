@@ -7,7 +7,7 @@ in one pass when the update is verified; so the CPU never reads the bytes, howev
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -231,17 +231,20 @@ class DeviceSink(Sink):
 
     def _scan_small(self) -> None:
         """Scan every stored tensor that is whole and was not scanned yet, in one go on the device."""
-        with self._changed:
-            whole = {
-                index
-                for index in self._unscanned
-                if self._arrivals[index].spans == [(0, self.plan.sizes[index])]
-            }
-            self._unscanned -= whole
-        if not whole:
-            return
+        with self._scanning:  # whoever asks meanwhile waits for what is found
+            with self._changed:
+                whole = {
+                    index
+                    for index in self._unscanned
+                    if self._arrivals[index].spans == [(0, self.plan.sizes[index])]
+                }
+                self._unscanned -= whole
+            if whole:
+                self._scan_whole(whole)
+
+    def _scan_whole(self, indexes: Collection[int]) -> None:
         assert self.destination is not None
-        by_offset = {self.plan.slot(index).offset: index for index in whole}
+        by_offset = {self.plan.slot(index).offset: index for index in indexes}
         places = [self.plan.slot(by_offset[offset]) for offset in sorted(by_offset)]
         with self.copies.current():
             found = scan_places(self.destination, places, find_nonfinite=self.finds_nonfinite)

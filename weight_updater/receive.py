@@ -142,9 +142,11 @@ class Receivers:
 
     def look(self, update: OpenUpdate, request: Request) -> Callable[[], None] | None:
         """What the worker does before `request` writes to a live slot; None where it writes elsewhere, or
-        where bytes come but once (a stream, a broadcast), so that nothing can be seen beforehand.
+        where bytes come but once (a stream, a broadcast), so that nothing can be seen beforehand. Nor does a
+        GPU's engine look: the CPU would hash for seconds what the device checks in milliseconds, once it has
+        it.
         """
-        if not update.writes_live or update.in_adopted:
+        if not update.writes_live or update.in_adopted or self._target.device.type != "cpu":
             return None
         if isinstance(request, FromDisk) or (isinstance(request, FromTensor) and request.segment is not None):
             return lambda: self._look(update, request)

@@ -40,7 +40,8 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def release(data: torch.Tensor) -> int:
-    """Give the physical memory of what `allocate` returned back. Nothing that touches it may be under way.
+    """Give the physical memory of what `allocate` returned back, once the device has done all that was queued
+    so far. Nothing that touches it may be queued meanwhile.
 
     Args:
         data: over the whole allocation, of any dtype and shape; it and its views stay where they are, but
@@ -54,7 +55,7 @@ def release(data: torch.Tensor) -> int:
 
 
 def resume(data: torch.Tensor) -> int:
-    """Put memory behind the address again, zeroed; harmless if it is there. Returns bytes taken.
+    """Put memory behind the address again, zeroed on return; harmless if it is there. Returns bytes taken.
 
     Raises:
         torch.OutOfMemoryError: the device has not enough now; the memory stays released.
@@ -63,6 +64,7 @@ def resume(data: torch.Tensor) -> int:
     taken = region.resume() if region is not None else 0
     if taken:
         data.view(-1).view(torch.uint8).zero_()
+        torch.cuda.synchronize(data.device)  # a pass on another stream would not wait for the zeros
     return taken
 
 
@@ -105,6 +107,7 @@ class _Region:
         if not self._is_mapped:
             return 0
         with _on_device(self._index):
+            torch.cuda.synchronize()  # a pass whose sequences ended before it may be at it, on any stream
             _call(_driver().cuMemUnmap, self._address, self._size)
         self._is_mapped = False
         return self._size

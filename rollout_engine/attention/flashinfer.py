@@ -41,6 +41,7 @@ class FlashInferBackend(AttentionBackend):
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
         self._num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
         self._planned: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrays: list[torch.Tensor] = []  # of the last plan, on the host
 
     def warm_up(self) -> None:
         """Compile the kernels of this model's shapes, or load them from FlashInfer's cache."""
@@ -70,11 +71,10 @@ class FlashInferBackend(AttentionBackend):
         # The device must have read the plan before out of the wrapper's pinned memory. That copy is the
         # first thing of the pass it belongs to, so with one pass in flight it has happened.
         self._planned.synchronize()
+        # It copies these without waiting: they stay until the device has them, which _planned tells.
+        self._arrays = [torch.from_numpy(array) for array in (queries, starts_of(counts), indices, last)]
         self._wrapper.plan(
-            torch.from_numpy(queries),
-            torch.from_numpy(starts_of(counts)),
-            torch.from_numpy(indices),
-            torch.from_numpy(last),
+            *self._arrays,
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,

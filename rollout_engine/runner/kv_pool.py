@@ -44,4 +44,5 @@ class KVPool:
         """Take the memory again, zeroed, at the same addresses; bytes taken."""
         if not restore_contents(self._data) and self._data.device.type == "cuda":
             self._data.zero_()  # it had kept its memory
+            torch.cuda.synchronize(self._data.device)  # passes run on another stream
         return self.nbytes

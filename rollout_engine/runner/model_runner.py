@@ -85,6 +85,8 @@ class ModelRunner:
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self.device = _device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # events and kernels outside of forward passes go there, too
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.model_config = ModelConfig.from_directory(
@@ -198,7 +200,9 @@ class ModelRunner:
         if self.forward_stream is None:
             return self._forward_raw(batch)
         with torch.cuda.stream(self.forward_stream):
-            return self._forward_raw(batch)
+            pending = self._forward_raw(batch)
+            pending.mark()  # an update may write to the weights once this pass's result was taken
+        return pending
 
     def _forward_raw(self, batch: ScheduleBatch) -> PendingStep:
         """Choose who runs the batch, and count the choice."""
@@ -262,6 +266,7 @@ class ModelRunner:
         """Free the captured graphs; bytes that the device got back."""
         if self.decode_graph is None:
             return 0
+        torch.cuda.synchronize(self.device)  # a pass whose sequences have ended may still be replayed
         self.decode_graph.release()
         before = self.available_memory()
         torch.cuda.empty_cache()

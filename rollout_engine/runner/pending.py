@@ -38,10 +38,14 @@ class PendingStep:
         for name, tensor in wanted.items():
             if tensor is not None:
                 self._fetched[name] = tensor.to("cpu", non_blocking=True)
-                if tensor.device.type == "cuda" and self._ready is None:
-                    self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        if self._ready is not None:
-            self._ready.record()
+        if any(tensor is not None and tensor.device.type == "cuda" for tensor in wanted.values()):
+            self.mark()
+
+    def mark(self) -> None:
+        """Let `result` wait for all that the current stream holds, also where nothing is given back."""
+        if self._ready is None:
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._ready.record()
 
     def result(self) -> StepResult:
         """Wait for the pass, and return what it gave."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+import weakref
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from trainers_adapters import cuda_lending
 from trainers_adapters.cuda_lending import CudaLending, Lent
 from weight_updater.arena import DTYPE_NAMES
-from weight_updater.checksum import checksum
+from weight_updater.checksum import Scan, checksum, scan
 from weight_updater.device_memory import Allocation
 from weight_updater.requests import Manifest, TensorSpec
 
@@ -174,6 +176,47 @@ def test_what_has_no_handle_goes_through_a_buffer(memory: Memory) -> None:
     lending.close()
     assert memory.freed == [512, 512 + 1024]
     assert lending.allocation_ids == set()
+
+
+def test_tensors_that_a_source_makes_anew_are_let_go_before_the_next(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a trainer would hold its model twice, and every push would come from other addresses."""
+
+    def scan_many(data: Sequence[torch.Tensor], device: torch.device, dtypes: object) -> list[Scan]:
+        return [scan(part) for part in data]
+
+    monkeypatch.setattr(cuda_lending, "is_fast", lambda device: True)
+    monkeypatch.setattr(cuda_lending, "scan_many", scan_many)
+    allocation = memory.allocate(4096)
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+    alive_then: list[int] = []
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        alive_then.append(sum(one() is not None for one in made))
+        # Every time the same memory, as an allocator gives it; a storage of its own tells who keeps it.
+        array = allocation.numpy()[512:1024]
+        storage = torch.from_numpy(array).untyped_storage()
+        made.append(weakref.ref(storage))
+        whole = torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, (8, 32))  # type: ignore[call-overload]
+        del storage
+        whole.fill_(len(made))
+        yield "a", whole
+
+    manifest = Manifest((TensorSpec("a", "bfloat16", (8, 32)),))
+    lending = CudaLending()
+
+    def push() -> Lent:
+        lending.let_go()
+        named = list(source())  # all of it, before anything is lent
+        return lending.lend(named, manifest)
+
+    for step in range(1, 4):
+        lent = push()
+        expected = checksum(torch.full((8, 32), step, dtype=torch.bfloat16))
+        assert lending.scan() == ([expected], False)
+        assert lent.regions[0].offset == 512
+    assert alive_then == [0, 0, 0]
 
 
 def test_a_source_must_yield_what_its_manifest_says(memory: Memory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -97,6 +98,37 @@ def test_graph_runners_are_chosen_when_they_can_run(runner):
     runner.decode_graph.can = False
     scheduler.step([(row, 1) for row, _ in work])
     assert runner.forward_counts["eager"] == 1
+
+
+def test_a_pass_that_gives_nothing_back_is_waited_for(runner, monkeypatch):
+    """Else an update without staging would write to weights that a chunk of a prompt is computed with."""
+    waited = []
+
+    class Event:
+        def __init__(self):
+            self.num_recorded = 0
+
+        def record(self):
+            self.num_recorded += 1
+
+        def synchronize(self):
+            assert self.num_recorded == 1
+            waited.append(self)
+
+    runner.forward_stream = object()
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    scheduler = HandScheduler(runner)
+    row = scheduler.row(PROMPTS[1], GREEDY)
+    batch = scheduler.batch([(row, 20)])
+    first = runner.launch(batch)
+    assert not waited
+    assert first.result().token_ids == []
+    assert len(waited) == 1
+    scheduler.apply([(row, 20)], batch, first.result())
+    second = runner.launch(scheduler.batch([(row, len(PROMPTS[1]) - 20)]))
+    assert len(second.result().token_ids) == 1
+    assert waited[-1] is second._ready
 
 
 def test_split_prefill_equals_extend(runner):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.unit.weight_updater.tiny_target import (
     weights,
     whole,
 )
-from weight_updater import from_disk, from_tensor
+from weight_updater import device_sink, from_disk, from_tensor
 from weight_updater.checksum import checksum
 from weight_updater.device_copies import HostRing, Lane
 from weight_updater.device_sink import DeviceSink
@@ -289,3 +290,55 @@ def test_a_streams_chunk_has_left_its_memory_when_the_next_is_asked_for():
     from_tensor.receive(FromTensor("u"), sink, chunks())
     for name, value in tensors.items():
         assert torch.equal(stored(sink, target)[name], value)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("nbytes", [8, 104, 512, 1 << 20])
+def test_a_stream_of_packed_chunks(nbytes, dtype):
+    """Chunks end anywhere: in a tensor, between two, behind several."""
+    target, tensors = TinyTarget(), weights(11, dtype)
+    tensors[HEAD] = tensors[EMBED].clone()  # tied: compared, not written
+    sink = make_sink(target, tensors)
+    offsets, size = manifest_of(tensors).packed_offsets()
+    packed = torch.full((size,), 255, dtype=torch.uint8)
+    for offset, value in zip(offsets, tensors.values(), strict=True):
+        packed[offset : offset + value.nbytes] = raw(value)
+
+    def chunks():
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        for start in reversed(range(0, size, nbytes)):
+            chunk = memory[: min(nbytes, size - start)]
+            chunk.copy_(packed[start : start + nbytes])
+            yield None, start, chunk
+            memory.zero_()
+
+    from_tensor.receive(FromTensor("u"), sink, chunks())
+    assert sink.incomplete() == []
+    assert sink.received_checksums(sink.plan.needed) == [checksum(value) for value in tensors.values()]
+    for name, value in stored(sink, target).items():
+        assert torch.equal(value, tensors[name].to(value.dtype))
+
+
+def test_who_asks_while_another_thread_scans_waits_for_what_it_finds(monkeypatch):
+    target, tensors = TinyTarget(), weights(12)
+    sink = make_sink(target, tensors)
+    for index, offset, data in whole(tensors):
+        sink.write(index, offset, data)
+    sink.flush()
+    scanning, go_on = threading.Event(), threading.Event()
+    original = device_sink.scan_places
+
+    def slow(*arguments, **options):
+        scanning.set()
+        assert go_on.wait(10)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(device_sink, "scan_places", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(sink.received_checksums, sink.plan.needed)
+        assert scanning.wait(10)
+        second = pool.submit(sink.received_checksums, sink.plan.needed)
+        done, _ = wait([second], timeout=0.1)
+        assert not done
+        go_on.set()
+        assert first.result() == second.result() == [checksum(value) for value in tensors.values()]

@@ -180,6 +180,17 @@ def test_a_stream_cannot_be_looked_at() -> None:
     assert torn.value.reason is Reason.NONFINITE
 
 
+@pytest.mark.parametrize("kind", ["disk", "segment"])
+def test_an_engine_on_a_gpu_does_not_look(updater: WeightUpdater, kind: str, tmp_path: FilePath) -> None:
+    made, segments = receive(updater, kind, weights(1), tmp_path)
+    receivers = updater._receivers
+    assert receivers.look(made.update, made.request) is not None
+    updater._target.device = torch.device("cuda")
+    assert receivers.look(made.update, made.request) is None
+    for segment in segments:
+        segment.__exit__(None, None, None)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64, torch.float16])
 def test_a_look_finds_what_a_sink_finds_in_any_pieces(dtype: torch.dtype | None) -> None:
     target, new = TinyTarget(), equal_in_another_dtype(weights(3, dtype))
