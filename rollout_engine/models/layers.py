@@ -25,6 +25,8 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 MAX_THIN_ROWS = 4
 """Rows up to which the BLAS is faster with the weight as its left matrix."""
+MAX_THIN_ROWS_OF_TALL = 8
+"""The same for weights with more outputs than inputs."""
 
 
 def find_onednn(operations: Any) -> Product | None:
@@ -84,7 +86,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """
     if x.device.type == "cuda":
         return fused.linear(x, weight, bias)
-    if x.device.type == "cpu" and x.dtype is torch.float32 and x.shape[0] <= MAX_THIN_ROWS:
+    most = MAX_THIN_ROWS_OF_TALL if weight.shape[0] > weight.shape[1] else MAX_THIN_ROWS
+    if x.device.type == "cpu" and x.dtype is torch.float32 and x.shape[0] <= most:
         if x.shape[0] == 1 and ONEDNN is not None:  # one row is summed in another order there, too
             return ONEDNN(x, weight, bias)
         out = torch.mm(weight, x.t()).t().contiguous()
