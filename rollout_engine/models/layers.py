@@ -88,9 +88,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         return fused.linear(x, weight, bias)
     most = MAX_THIN_ROWS_OF_TALL if weight.shape[0] > weight.shape[1] else MAX_THIN_ROWS
     if x.device.type == "cpu" and x.dtype is torch.float32 and x.shape[0] <= most:
-        if x.shape[0] == 1 and ONEDNN is not None:  # one row is summed in another order there, too
-            return ONEDNN(x, weight, bias)
-        out = torch.mm(weight, x.t()).t().contiguous()
+        # One row goes twice: a matrix of one column would be taken for a vector, which is slower.
+        columns = x.repeat(2, 1).t() if x.shape[0] == 1 else x.t()
+        out = torch.mm(weight, columns)[:, : x.shape[0]].t().contiguous()
         return out if bias is None else out.add_(bias)
     return F.linear(x, weight, bias)
 
