@@ -14,37 +14,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from rollout_engine.batch.schedule import (
-    CaptureHiddenMode,
-    ForwardMode,
-    PromptLogprobRow,
-    SampleRow,
-    ScheduleBatch,
-    StepResult,
-)
+from rollout_engine.batch.schedule import ScheduleBatch, StepResult
 from rollout_engine.kv.pages import PageAccountingError, PagePool
 from rollout_engine.kv.prefix import Node, PrefixCache
+from rollout_engine.rows import Limits, build_batch, stop_ids
 from rollout_engine.sequence import Sequence
 
 BASE_ADAPTER = 0
 """Adapter version of the base model, part of a prefix-cache key."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the scheduler may use. Counts, all at least 1."""
-
-    num_pages: int
-    page_size: int
-    context_length: int
-    max_running: int
-    max_prefill_tokens: int
-    chunked_prefill: bool
-    mixed_batches: bool
-    prefix_cache: bool
-    eos_token_ids: tuple[int, ...]
 
 
 class Scheduler:
@@ -115,7 +93,7 @@ class Scheduler:
             decodes = []
         if not prefills and not decodes:
             return None
-        return self._build(prefills, decodes, weight_version, commit_sequence)
+        return build_batch(prefills, decodes, self.limits, weight_version, commit_sequence)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Prompt tokens that `sequence` may bring to this step; 0 if it has to wait for the next."""
@@ -259,7 +237,7 @@ class Scheduler:
             sequence.top_logprobs.append(result.top_logprobs[i])
         if sequence.wants_hidden:
             sequence.hidden_states.append(result.hidden_states[i])
-        if token_id in self._stop_ids(sequence):
+        if token_id in stop_ids(sequence, self.limits):
             sequence.finish_reason = "stop"
         elif (
             len(sequence.output_ids) >= sequence.max_tokens
@@ -337,74 +315,6 @@ class Scheduler:
         sequence.num_computed = sequence.num_cached = 0
         sequence.num_pages_written = sequence.num_node_pages = 0
         sequence.node = None
-
-    def _stop_ids(self, sequence: Sequence) -> tuple[int, ...]:
-        eos = () if sequence.params.ignore_eos else self.limits.eos_token_ids
-        return eos + sequence.params.stop_token_ids
-
-    # ------------------------------------------------------------ the batch
-
-    def _build(
-        self,
-        prefills: list[tuple[Sequence, int]],
-        decodes: list[tuple[Sequence, int]],
-        weight_version: int,
-        commit_sequence: int,
-    ) -> ScheduleBatch:
-        mode = ForwardMode.DECODE
-        if prefills:
-            mode = ForwardMode.MIXED if decodes else ForwardMode.EXTEND
-        batch = ScheduleBatch(mode, weight_version=weight_version, commit_sequence=commit_sequence)
-        for row, (sequence, num_tokens) in enumerate(prefills + decodes):
-            self._add_row(batch, row, sequence, num_tokens)
-        return batch
-
-    def _add_row(self, batch: ScheduleBatch, row: int, sequence: Sequence, num_tokens: int) -> None:
-        size = self.limits.page_size
-        start, stop = sequence.num_computed, sequence.num_computed + num_tokens
-        batch.sequence_ids.append(sequence.id)
-        batch.req_pool_indices.append(sequence.pool_index)
-        batch.seq_lens.append(stop)
-        batch.extend_lens.append(num_tokens)
-        batch.input_ids.extend(sequence.tokens(start, stop))
-        batch.positions.extend(range(start, stop))
-        pages = sequence.pages
-        batch.out_cache_loc.extend(pages[p // size] * size + p % size for p in range(start, stop))
-        if (written := sequence.num_pages_written) < len(pages):
-            slots = [page * size + offset for page in pages[written:] for offset in range(size)]
-            first = written * size
-            batch.slot_writes.append(
-                (sequence.pool_index, first, slots[: self.limits.context_length - first])
-            )
-            sequence.num_pages_written = len(pages)
-        if stop == len(sequence) and not sequence.samples_nothing:
-            batch.samples.append(self._sample_row(row, sequence))
-        if sequence.wants_prompt_logprobs:
-            first, last = len(sequence.prompt_logprobs), min(stop, len(sequence.prompt_ids) - 1)
-            if last > first:
-                targets = sequence.prompt_ids[first + 1 : last + 1]
-                batch.prompt_logprobs.append(
-                    PromptLogprobRow(row, first - start, last - start, targets, sequence.params)
-                )
-        if sequence.wants_hidden:
-            batch.capture_hidden_mode = CaptureHiddenMode.LAST
-        sequence.num_computed = stop
-        sequence.num_launched += 1
-        if batch.samples and batch.samples[-1].row == row:
-            sequence.num_unknown += 1
-
-    def _sample_row(self, row: int, sequence: Sequence) -> SampleRow:
-        may_stop = len(sequence.output_ids) + sequence.num_unknown >= sequence.params.min_tokens
-        return SampleRow(
-            row=row,
-            params=sequence.params,
-            seed=sequence.seed,
-            sample_index=sequence.index,
-            position=len(sequence),
-            prompt_ids=sequence.prompt_ids,
-            output_ids=sequence.output_ids,
-            forbidden_ids=() if may_stop else self._stop_ids(sequence),
-        )
 
 
 def _is_decode(sequence: Sequence) -> bool:

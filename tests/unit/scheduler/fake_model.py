@@ -7,8 +7,9 @@ what it samples.
 from __future__ import annotations
 
 from rollout_engine.batch.schedule import ScheduleBatch, StepResult
+from rollout_engine.rows import Limits
 from rollout_engine.sampling import SamplingParams
-from rollout_engine.scheduler import Limits, Scheduler
+from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import UNKNOWN_TOKEN, Sequence
 
 VOCAB = 97
