@@ -36,8 +36,8 @@ class AttentionBackend(ABC):
     positions [0, p] of its sequence. Position p of a row lies in the page of its first token slot at
     `p - p % page_size`, at offset `p % page_size`: pages are filled from their start.
 
-    Padded tokens (graph capture at a larger shape) carry the pool's padding slot in `out_cache_loc` and
-    rows of seq_len 1 that point at the padding page; what they compute is never read.
+    Padded tokens (graph capture at a larger shape) carry the pool's padding slot in `out_cache_loc`, and are
+    rows of seq_len 1 that look at one token of some page; what they compute is never read.
     """
 
     attends_to_pool = False

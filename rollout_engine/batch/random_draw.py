@@ -36,8 +36,3 @@ def uniforms(seeds: Sequence[int], sample_indices: Sequence[int], positions: Seq
     state = _mix(state + (words(positions) + one) * np.uint64(0x9E3779B97F4A7C15))
     draws: np.ndarray = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return draws
-
-
-def uniform(seed: int, sample_index: int, position: int) -> float:
-    """One of `uniforms`."""
-    return float(uniforms([seed], [sample_index], [position])[0])

@@ -47,10 +47,10 @@ def build_model(
 ) -> tuple[Any, WeightTarget]:
     """The model of `config` with its weights in one arena on `device`, and its slots.
 
-    home: gives the memory that holds the weights already; None allocates it, zeroed.
-
-
     Call it outside inference mode: parameters born inside could never be updated outside.
+
+    Args:
+        home: gives the memory that holds the weights already; None allocates it, zeroed.
     """
     assert not torch.is_inference_mode_enabled(), "a model built in inference mode cannot be updated"
     with torch.device("meta"):

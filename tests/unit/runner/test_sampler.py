@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from rollout_engine.batch.forward import SamplingInfo
 from rollout_engine.batch.packing import Packer
-from rollout_engine.batch.random_draw import uniform
+from rollout_engine.batch.random_draw import uniforms
 from rollout_engine.batch.schedule import SampleRow
 from rollout_engine.runner.sampler import NO_TOKEN, inverse_cdf, sample
 from rollout_engine.sampling import SamplingParams
@@ -204,14 +205,17 @@ def test_draws_follow_the_distribution():
 
 
 def test_uniforms_are_uniform_and_independent_of_each_other():
-    values = torch.tensor([uniform(s, i, p) for s in range(10) for i in range(10) for p in range(50)])
+    triples = list(itertools.product(range(10), range(10), range(50)))
+    values = torch.from_numpy(uniforms(*zip(*triples, strict=True)))
     assert 0.0 <= values.min() < 0.001
     assert 0.999 < values.max() < 1.0
     assert len(set(values.tolist())) == 5000
     counts = torch.histc(values.float(), bins=20, min=0, max=1)
     assert ((counts - 250) ** 2 / 250).sum() < 43.8  # 0.1% at 19 degrees of freedom
     assert abs(torch.corrcoef(torch.stack((values[:-1], values[1:])))[0, 1]) < 0.05
-    assert uniform(2**64 - 1, 1023, 131071) == uniform(2**64 - 1, 1023, 131071)
+    largest = (2**64 - 1, 1023, 131071)
+    alone, beside = uniforms(*[[n] for n in largest]), uniforms(*[[0, n] for n in largest])
+    assert alone[0] == beside[1]
 
 
 def test_a_draw_depends_on_seed_index_and_position_alone():
