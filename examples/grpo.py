@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import signal
@@ -282,7 +283,7 @@ def main() -> None:
             progress.advance(bar)
     plot = args.out / "grpo.png"
     history.plot(plot)
-    console.print(f"plot: {plot}")
+    console.print(f"plot: {os.path.relpath(plot)}")
     print(json.dumps(history.summary(version)))
 
 

@@ -17,6 +17,7 @@ import pytest
 from rollout_engine.v1 import weights_pb2 as pb
 from tests.wire.fake_replies import LAYOUT, weight_bytes
 from tests.wire.front import reason_of, serving, wait_until
+from tests.wire.update_messages import chunk, chunks, header, packed_chunk, read
 
 CODE = grpc.StatusCode
 BEGIN = pb.BeginUpdateRequest(
@@ -33,29 +34,7 @@ def front(tmp_path_factory):
         yield made
 
 
-def header(**fields) -> pb.UpdateWeightsFromTensorRequest:
-    target = fields or {"update_id": "open"}
-    return pb.UpdateWeightsFromTensorRequest(header=pb.UpdateWeightsFromTensorHeader(**target))
-
-
-def chunk(tensor: int, offset: int, data: bytes) -> pb.UpdateWeightsFromTensorRequest:
-    return pb.UpdateWeightsFromTensorRequest(chunk=pb.TensorChunk(tensor=tensor, offset=offset, data=data))
-
-
-def chunks(data: bytes, size: int, tensor: int = 0) -> list[pb.UpdateWeightsFromTensorRequest]:
-    return [chunk(tensor, at, data[at : at + size]) for at in range(0, len(data), size)]
-
-
-def packed_chunk(offset: int, data: bytes, tensor: int = 0) -> pb.UpdateWeightsFromTensorRequest:
-    part = pb.TensorChunk(tensor=tensor, offset=offset, data=data, packed=True)
-    return pb.UpdateWeightsFromTensorRequest(chunk=part)
-
-
 PACKED_AND_NAMED = packed_chunk(0, bytes(8), tensor=3)
-
-
-def read(*names: str) -> pb.GetWeightsByNameRequest:
-    return pb.GetWeightsByNameRequest(names=names)
 
 
 # -------------------------------------------------------------------- one call each
