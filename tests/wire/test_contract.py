@@ -35,11 +35,6 @@ NUM_TOKENS = 1000
 
 
 @pytest.fixture(scope="module")
-def work_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("pushes")
-
-
-@pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
     return make_tiny(
         tmp_path_factory.mktemp("model") / "llama", "llama", tied=True, context_length=CONTEXT_LENGTH

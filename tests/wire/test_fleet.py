@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engines import RunningEngine, serve
-from tests.tiny import load_reference, make_tiny
-from tests.wire.trainer import PATHS, PROMPT, InFlight, all_senders, assert_serves, chunks_of, train
+from tests.tiny import make_tiny
+from tests.wire.trainer import PATHS, PROMPT, SEEDS, InFlight, all_senders, assert_serves, chunks_of, train
 from trainers_adapters import (
     AdoptedArena,
     ModuleSource,
@@ -23,11 +22,6 @@ from trainers_adapters import (
 from trainers_adapters.sending import Sender
 from weight_updater.requests import BeginUpdate
 from weight_updater.requests import Path as Way
-
-
-@pytest.fixture(scope="module")
-def work_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("pushes")
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +40,6 @@ def fleet(model_dir, work_dir) -> Iterator[tuple[RunningEngine, RunningEngine]]:
 def senders(fleet, work_dir) -> Iterator[dict[str, Sender]]:
     with all_senders(work_dir) as made:
         yield made
-
-
-_seeds = itertools.count(1)
-
-
-@pytest.fixture
-def model(model_dir):
-    """A trainer whose weights are not those of any test before."""
-    model = load_reference(model_dir)
-    train(model, next(_seeds))
-    return model
 
 
 def next_version(fleet) -> int:
@@ -198,7 +181,7 @@ def test_a_first_engine_that_does_not_commit_takes_the_push_back(fleet, model):
 def test_after_the_first_commit_a_laggard_is_named_and_kept_out(path, fleet, senders, model):
     first, second = fleet
     push(model, fleet)
-    train(model, next(_seeds))
+    train(model, next(SEEDS))
     lagging = state_of(second)
     with Losing(second.address) as losing, pytest.raises(PushError) as incomplete:
         push(model, fleet, clients=[first.weights, losing], via=senders[path])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,16 +12,18 @@ import pytest
 import torch
 
 from tests.engines import RunningEngine, serve
-from tests.tiny import load_reference, make_tiny
+from tests.tiny import make_tiny
 from tests.wire.trainer import (
     PATHS,
     PROMPT,
+    SEEDS,
     InFlight,
     Named,
-    all_senders,
     assert_serves,
+    begin,
     beside,
     chunks_of,
+    push,
     train,
     until,
     until_closed,
@@ -31,16 +32,10 @@ from trainers_adapters import (
     ModuleSource,
     PushError,
     RollsyncError,
-    push_weights,
 )
 from trainers_adapters.sending import Outgoing, Sender
 from weight_updater.requests import BeginUpdate, Inflight, Staging, UpdateReply
 from weight_updater.requests import Path as Way
-
-
-@pytest.fixture(scope="module")
-def work_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("pushes")
 
 
 @pytest.fixture(scope="module")
@@ -52,31 +47,6 @@ def model_dir(tmp_path_factory) -> Path:
 def engine(model_dir, work_dir) -> Iterator[RunningEngine]:
     with serve(model_dir, "--weights-root", str(work_dir), "--num-pages", "256") as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def senders(engine, work_dir) -> Iterator[dict[str, Sender]]:
-    with all_senders(work_dir) as made:
-        yield made
-
-
-_seeds = itertools.count(1)
-
-
-@pytest.fixture
-def model(model_dir):
-    """A trainer whose weights are not those of any test before."""
-    model = load_reference(model_dir)
-    train(model, next(_seeds))
-    return model
-
-
-def push(source, engine: RunningEngine, **options):
-    return push_weights(source, engine.weights, **options)
-
-
-def begin(engine: RunningEngine, source, **fields):
-    return engine.weights.begin(BeginUpdate(path=Way.TENSOR, manifest=source.manifest(), **fields))
 
 
 def send(engine: RunningEngine, update_id: str, source) -> UpdateReply:
@@ -96,7 +66,7 @@ def reason_of(call: Callable, *args, **kwargs) -> str:
 def test_every_call_of_an_update_may_be_repeated(engine, model):
     source = ModuleSource(model)
     before = engine.rollout.info()
-    request = BeginUpdate(path=Way.TENSOR, update_id=f"repeated-{next(_seeds)}", manifest=source.manifest())
+    request = BeginUpdate(path=Way.TENSOR, update_id=f"repeated-{next(SEEDS)}", manifest=source.manifest())
     begun = engine.weights.begin(request)
     assert engine.weights.begin(request) == begun
     first = send(engine, begun.update_id, source)
@@ -166,7 +136,7 @@ def test_a_manifest_is_known_by_its_digest(engine, model):
     source = ModuleSource(model)
     manifest = source.manifest()
     push(source, engine)
-    train(model, next(_seeds))
+    train(model, next(SEEDS))
     checksums = tuple(spec.checksum for spec in source.manifest().tensors)
     short = BeginUpdate(path=Way.TENSOR, manifest_digest=manifest.digest(), checksums=checksums)
     begun = engine.weights.begin(short)

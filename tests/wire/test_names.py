@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,17 +9,17 @@ import pytest
 import torch
 
 from tests.engines import RunningEngine, serve
-from tests.tiny import load_reference, make_tiny
-from tests.wire.trainer import PATHS, Named, all_senders, assert_serves, checksums_of, chunks_of, train
-from trainers_adapters import ModuleSource, RollsyncError, push_weights
-from trainers_adapters.sending import Sender
-from weight_updater.requests import BeginUpdate
-from weight_updater.requests import Path as Way
-
-
-@pytest.fixture(scope="module")
-def work_dir(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("pushes")
+from tests.tiny import make_tiny
+from tests.wire.trainer import (
+    PATHS,
+    Named,
+    assert_serves,
+    begin,
+    checksums_of,
+    chunks_of,
+    push,
+)
+from trainers_adapters import ModuleSource, RollsyncError
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +31,6 @@ def model_dir(tmp_path_factory) -> Path:
 def engine(model_dir, work_dir) -> Iterator[RunningEngine]:
     with serve(model_dir, "--weights-root", str(work_dir), "--num-pages", "64") as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def senders(engine, work_dir) -> Iterator[dict[str, Sender]]:
-    with all_senders(work_dir) as made:
-        yield made
-
-
-_seeds = itertools.count(1)
-
-
-@pytest.fixture
-def model(model_dir):
-    """A trainer whose weights are not those of any test before."""
-    model = load_reference(model_dir)
-    train(model, next(_seeds))
-    return model
-
-
-def push(source, engine: RunningEngine, **options):
-    return push_weights(source, engine.weights, **options)
-
-
-def begin(engine: RunningEngine, source, **fields):
-    return engine.weights.begin(BeginUpdate(path=Way.TENSOR, manifest=source.manifest(), **fields))
 
 
 def reason_of(call: Callable, *args, **kwargs) -> str:

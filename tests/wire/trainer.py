@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,18 +21,24 @@ from trainers_adapters import (
     ModuleSource,
     TensorSegment,
     TensorStream,
+    push_weights,
 )
 from trainers_adapters.sending import Sender
 from trainers_adapters.weights_calls import Chunk
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksum
-from weight_updater.requests import Manifest, TensorSpec
+from weight_updater.requests import BeginUpdate, Manifest, TensorSpec
+from weight_updater.requests import Path as Way
 
 PROMPT = [5, 9, 77, 31, 8, 120, 64, 3] * 5
 """40 tokens: two whole pages of 16 and a half."""
 
 PATHS = ["disk", "distributed", "tensor", "segment", "ipc"]
 """The four paths; `segment` is the tensor path through shared memory."""
+
+
+SEEDS = itertools.count(1)
+"""A seed for every training, so that no weights come twice."""
 
 
 class Named:
@@ -179,3 +186,11 @@ class InFlight:
     @property
     def error(self) -> str:
         return self._parts[-1].error
+
+
+def push(source, engine: RunningEngine, **options):
+    return push_weights(source, engine.weights, **options)
+
+
+def begin(engine: RunningEngine, source, **fields):
+    return engine.weights.begin(BeginUpdate(path=Way.TENSOR, manifest=source.manifest(), **fields))
