@@ -62,6 +62,13 @@ class OpenUpdate:
     transfer_s: float = 0.0
     verify_s: float = 0.0
     directory: str = ""  # that the disk path read
+    has_checksums: bool = field(init=False)  # of every tensor that must arrive, and they are compared
+
+    def __post_init__(self) -> None:
+        tensors = self.plan.manifest.tensors
+        self.has_checksums = not self.request.skip_checksums and all(
+            tensors[index].checksum is not None for index in self.plan.needed
+        )
 
     @property
     def update_id(self) -> str:

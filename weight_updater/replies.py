@@ -13,8 +13,7 @@ from weight_updater.requests import Path, StageSeconds, UpdateReply, UpdateState
 def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateReply:
     """An update that has not committed."""
     sink, plan = update.sink, update.plan
-    waiting = {index for index, _ in sink.incomplete()}
-    hashed = not update.request.skip_checksums and not waiting
+    hashed = not update.request.skip_checksums and not sink.num_waiting
     return UpdateReply(
         update_id=update.update_id,
         state=update.state,
@@ -23,13 +22,13 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
         commit_sequence=commit_sequence,
         path=update.path,
         staging=update.staging,
-        num_tensors=sum(index not in waiting for index in plan.applied),
+        num_tensors=sink.num_applied,
         num_bytes=sink.received_bytes,
         num_changed=update.num_changed,
         unmatched=plan.unmatched,
         seconds=StageSeconds(transfer=update.transfer_s, verify=update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s),
-        verified=update.verified and _checksums_came(update),
+        verified=update.verified and update.has_checksums,
         received_checksum=_received(update) if hashed else 0,
         warnings=_warnings(update),
         extra_bytes=update.extra_bytes,
@@ -65,7 +64,7 @@ def committed(
         unmatched=plan.unmatched,
         seconds=_seconds(done, update.transfer_s, update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s + done.seconds),
-        verified=_checksums_came(update),
+        verified=update.has_checksums,
         received_checksum=_received(update) if hashed else 0,
         live_checksum=fold_by_name(live) if hashed and live else 0,
         graphs_kept=done.graphs_kept,
@@ -122,15 +121,8 @@ def _gb_per_s(nbytes: int, seconds: float) -> float:
     return nbytes / seconds / 1e9 if seconds else 0.0
 
 
-def _checksums_came(update: OpenUpdate) -> bool:
-    tensors = update.plan.manifest.tensors
-    return not update.request.skip_checksums and all(
-        tensors[index].checksum is not None for index in update.plan.needed
-    )
-
-
 def _warnings(update: OpenUpdate) -> tuple[str, ...]:
-    if update.request.skip_checksums or _checksums_came(update):
+    if update.request.skip_checksums or update.has_checksums:
         return ()
     source = "the files carry" if update.path is Path.DISK else "the manifest carries"
     return (f"{source} no checksum for some tensors, so nothing shows that they arrived as they were sent",)

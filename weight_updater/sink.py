@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weight_updater.arena import TORCH_DTYPES, Arena
-from weight_updater.arrival import Arrival, bad_chunk, check_chunk, overlap_text
+from weight_updater.arrival import Arrival, Arrivals, bad_chunk, check_chunk, overlap_text
 from weight_updater.cast import as_dtype, cast_into, cast_pieces
 from weight_updater.checksum import Scan, checksum, finish, has_nonfinite, scan
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
@@ -61,7 +61,7 @@ class Sink:
         self._arena = arena
         self._hashing = hashing
         self.finds_nonfinite = find_nonfinite
-        self._arrivals = [Arrival() for _ in plan.slots]
+        self._arrivals = Arrivals(plan.sizes, plan.needed)
         on_cpu = destination is None or destination.device.type == "cpu"
         self._small = plan.small if on_cpu else [False] * len(plan.small)
         # Small whole tensors are scanned together, when somebody asks: one by one they would cost more than
@@ -191,14 +191,21 @@ class Sink:
             self._ended_by = self._ended_by or error
             self._changed.wait_for(lambda: self._num_writing == 0)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many of the tensors that must arrive have not, whole."""
+        return len(self._arrivals.waiting)
+
+    @property
+    def num_applied(self) -> int:
+        """How many of the tensors that are written have arrived whole."""
+        waiting = self._arrivals.waiting
+        return len(self.plan.applied) - len(waiting) + sum(twin in waiting for twin in self.plan.twins)
+
     def incomplete(self) -> list[tuple[int, int]]:
         """(tensor, bytes that arrived) of every tensor that must arrive and has not, whole."""
-        found = []
-        for index in self.plan.needed:
-            nbytes, spans = self.plan.sizes[index], self._arrivals[index].spans
-            if spans != [(0, nbytes)] and nbytes:
-                found.append((index, sum(end - start for start, end in spans)))
-        return found
+        with self._changed:
+            return [(index, self._arrivals[index].nbytes) for index in sorted(self._arrivals.waiting)]
 
     def received_checksum(self, index: int) -> int:
         """The checksum of what arrived of a whole tensor; needs `hashing`, or a twin or its writer."""
@@ -264,30 +271,23 @@ class Sink:
         assert data.dim() == 1, "a sink takes bytes in one dimension"
         end = offset + data.numel()
         check_chunk(spec, self.plan.sizes[index], offset, end, whole=self.destination is None)
-        arrival = self._arrivals[index]
         with self._changed:
             if self._ended_by is not None:
                 raise self._ended_by
-            taken = arrival.claim(offset, end) if data.numel() else None
-            if taken is not None:
+            if data.numel() and (taken := self._arrivals.claim(index, offset, end)) is not None:
                 raise bad_chunk(spec, offset, end, overlap_text(taken))
             self.received_bytes += data.numel()
             self._num_writing += 1
-        return arrival
+        return self._arrivals[index]
 
     def _claim_whole(self, indexes: Sequence[int]) -> None:
         """Account for whole tensors, or for none if one may not come; `_changed` is held."""
         if self._ended_by is not None:
             raise self._ended_by
-        arrivals, sizes = self._arrivals, self.plan.sizes
-        for claimed, index in enumerate(indexes):
-            if spans := arrivals[index].spans:
-                spec, text = self.plan.manifest.tensors[index], overlap_text(spans[0])
-                for other in indexes[:claimed]:
-                    arrivals[other].spans.clear()
-                raise bad_chunk(spec, 0, sizes[index], text)
-            if sizes[index]:
-                spans.append((0, sizes[index]))
+        sizes = self.plan.sizes
+        if (taken := self._arrivals.claim_whole(indexes)) is not None:
+            spec = self.plan.manifest.tensors[taken[0]]
+            raise bad_chunk(spec, 0, sizes[taken[0]], overlap_text(taken[1]))
         self.received_bytes += sum([sizes[index] for index in indexes])
 
     def _store(self, index: int, offset: int, data: torch.Tensor) -> tuple[int, bool]:
