@@ -1,7 +1,8 @@
 """An engine in this process: its real loop on a thread, and this test where its front would be.
 
-Everything but gRPC, the tokenizer and the second process is real, so a test costs milliseconds, may break a
-part of the engine on purpose, and may look at what no RPC shows. What crosses is encoded as between processes.
+Everything but gRPC, the tokenizer and the second process is real, so a test costs milliseconds, may break
+a part of the engine on purpose, and may look at what no RPC shows. What crosses is encoded as between
+processes.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class Running:
         """The weight version of each token."""
         found: list[int] = []
         for part in self.parts[index]:
+            if not part.token_ids:
+                continue  # the end of an aborted one
             ends = [*(span.start for span in part.spans[1:]), len(found) + len(part.token_ids)]
             for span, end in zip(part.spans, ends, strict=True):
                 found += [span.weight_version] * (end - len(found))
@@ -119,6 +122,7 @@ class Desk:
         self._requests: dict[str, Running] = {}
         self._request_ids = itertools.count()
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._owners: dict[int, int] = {}  # slot -> the call that it is lent to
         self.state: m.Snapshot | None = None
         self.replies: list[m.Reply] = []
         self.engine: Engine = build(config, Channel(theirs))
@@ -194,6 +198,7 @@ class Desk:
             for start in range(0, len(view), self._slot_bytes):
                 piece = view[start : start + self._slot_bytes]
                 slot = self._slots.get(timeout=WAIT_S)
+                self._owners[slot] = call_id
                 at = slot * self._slot_bytes
                 self._ring.buf[at : at + len(piece)] = piece
                 self._channel.send(m.Chunk(call_id, tensor, offset + start, slot, len(piece)))  # type: ignore[arg-type]
@@ -242,6 +247,8 @@ class Desk:
             match event:
                 case m.Reply():
                     self.replies.append(event)
+                    for slot in list(self._owners):  # an ended call reads no slot any more
+                        self._give_back(slot, event.call_id)
                     future = self._calls.pop(event.call_id)
                     if event.error is None:
                         future.set_result(event)
@@ -253,12 +260,17 @@ class Desk:
                 case m.RequestRefused():
                     self._requests[event.request_id].take(event)
                 case m.ChunkTaken():
-                    self._slots.put(event.slot)
+                    self._give_back(event.slot, event.call_id)
                 case m.Ready():
                     self._open_ring(event)
                 case m.Snapshot():
                     self.state = event
                     self._ready.set()
+
+    def _give_back(self, slot: int, call_id: int) -> None:
+        if self._owners.get(slot) == call_id:
+            del self._owners[slot]
+            self._slots.put(slot)
 
     def _open_ring(self, ready: m.Ready) -> None:
         self._slot_bytes = ready.ring_slot_bytes

@@ -1,4 +1,4 @@
-"""What the tests of public bug reports have in common: weights, a reference, and a look at all that is live."""
+"""What the tests of public bug reports share: weights, a reference, and a look at all that is live."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases.common import Tensors, stored
+from tests.cases.common import Tensors, stored, wake
 from tests.desk import Desk, desk
 from tests.tiny import make_tiny
 from tests.ways import Ways
@@ -20,16 +20,29 @@ def tied_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def engine(tied_dir, tmp_path_factory) -> Iterator[Desk]:
-    """An engine with a tied head and every staging. Tests leave it serving, with whole weights."""
+def kept_engine(tied_dir, tmp_path_factory) -> Iterator[Desk]:
     with desk(tied_dir, reserve_device_staging=True, weights_roots=(tmp_path_factory.getbasetemp(),)) as made:
         yield made
 
 
 @pytest.fixture(scope="package")
-def ways(engine, tmp_path_factory) -> Iterator[Ways]:
-    with Ways(engine, tmp_path_factory.mktemp("ways")) as made:
+def ways(kept_engine, tmp_path_factory) -> Iterator[Ways]:
+    """Senders to `engine`."""
+    with Ways(kept_engine, tmp_path_factory.mktemp("ways")) as made:
         yield made
+
+
+@pytest.fixture
+def engine(kept_engine, ways, weights) -> Iterator[Desk]:
+    """An engine with a tied head and every staging, kept from test to test: serving, idle, with whole weights."""
+    yield kept_engine
+    if kept_engine.now.open_update_id:
+        kept_engine.abort_update(kept_engine.now.open_update_id)
+    if kept_engine.now.released_tags:
+        wake(kept_engine)
+    if kept_engine.updater.torn_reason:
+        ways.push("segment", weights)
+    kept_engine.idle()
 
 
 @pytest.fixture

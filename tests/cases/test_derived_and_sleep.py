@@ -141,6 +141,7 @@ def test_asleep_awake_and_asleep_again(way, engine, ways, tied_dir, weights):
             with pytest.raises(EngineError) as asleep:
                 attempt()
             assert asleep.value.reason is EngineReason.ASLEEP
+        assert engine.engine._uploads._feeds == {}, "a stream that was refused leaves nothing behind"
         with pytest.raises(EngineError) as asleep:
             engine.generate(PROMPT)
         assert asleep.value.reason is EngineReason.ASLEEP

@@ -105,7 +105,7 @@ def test_heads_of_q_k_and_v_stay_where_they_belong(num_heads, num_kv_heads, tmp_
         before = live(engine)
         fused: Tensors = {n: t for n, t in new.items() if n not in (Q, K, V)}
         fused[f"{LAYER}self_attn.qkv_proj.weight"] = torch.cat([new[Q], new[K], new[V]])
-        with pytest.raises(UpdateRefused, match="model lacks: .*qkv_proj"):
+        with pytest.raises(UpdateRefused, match=r"model lacks: .*qkv_proj"):
             ways.push("stream", fused)
         assert live(engine) == before
         ways.push("stream", new)

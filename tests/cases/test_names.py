@@ -53,7 +53,7 @@ def lookalikes(tensors: Tensors) -> Tensors:
 @pytest.mark.case("B018")
 def test_a_name_that_holds_a_wrapper_word_is_another_name(engine, ways, weights):
     before = live(engine)
-    with pytest.raises(UpdateRefused, match="tensors that the model lacks: .*my_module_mlp"):
+    with pytest.raises(UpdateRefused, match=r"tensors that the model lacks: .*my_module_mlp"):
         ways.push("stream", lookalikes(trained(weights)))
     assert live(engine) == before
 
