@@ -34,7 +34,7 @@ def ways(kept_engine, tmp_path_factory) -> Iterator[Ways]:
 
 @pytest.fixture
 def engine(kept_engine, ways, weights) -> Iterator[Desk]:
-    """An engine with a tied head and every staging, kept from test to test: serving, idle, with whole weights."""
+    """An engine with a tied head and every staging, kept; serving, idle and whole before each test."""
     yield kept_engine
     if kept_engine.now.open_update_id:
         kept_engine.abort_update(kept_engine.now.open_update_id)
