@@ -9,6 +9,7 @@ import pytest
 
 from tests.cases.common import Tensors, stored, wake
 from tests.desk import Desk, desk
+from tests.engines import RunningEngine, serve
 from tests.tiny import make_tiny
 from tests.ways import Ways
 
@@ -49,3 +50,24 @@ def engine(kept_engine, ways, weights) -> Iterator[Desk]:
 def weights(tied_dir) -> Tensors:
     """What the engine was started with."""
     return stored(tied_dir)
+
+
+@pytest.fixture(scope="package")
+def untied(tmp_path_factory) -> Iterator[tuple[Desk, Ways, Path]]:
+    """An engine with a head of its own, senders to it, and its model directory."""
+    directory = make_tiny(tmp_path_factory.mktemp("untied") / "qwen3", "qwen3")
+    folder = tmp_path_factory.mktemp("untied-pushes")
+    with (
+        desk(directory, reserve_device_staging=True, weights_roots=(folder,)) as engine,
+        Ways(engine, folder) as ways,
+    ):
+        yield engine, ways, directory
+
+
+@pytest.fixture(scope="package")
+def served(tied_dir, tmp_path_factory) -> Iterator[RunningEngine]:
+    """A real engine behind gRPC, for what the wire alone shows."""
+    with serve(
+        tied_dir, "--num-pages", "128", "--weights-root", str(tmp_path_factory.getbasetemp())
+    ) as running:
+        yield running

@@ -73,18 +73,6 @@ def test_a_head_alone_shows_in_the_next_logits(way, staging, untied):
     assert addresses(engine) == before
 
 
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    """An engine with a head of its own."""
-    directory = make_tiny(tmp_path_factory.mktemp("untied") / "qwen3", "qwen3")
-    folder = tmp_path_factory.mktemp("untied-pushes")
-    with (
-        desk(directory, reserve_device_staging=True, weights_roots=(folder,)) as engine,
-        Ways(engine, folder) as ways,
-    ):
-        yield engine, ways, directory
-
-
 @pytest.mark.case("B057")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [False, True])
