@@ -160,7 +160,7 @@ class WeightTarget:
         is_buffer: Callable[[str], bool] = lambda name: False,
         finalise: Callable[[], None] = lambda: None,
         buffer: torch.Tensor | None = None,
-        rebound: Callable[[], list[str]] = lambda: [],
+        rebound: Callable[[], list[str]] = list,
     ) -> None:
         assert parameters.keys() == arena.storages.keys(), "each storage needs its parameter"
         self.arena = arena

@@ -49,7 +49,7 @@ NCCL_BUCKET_BYTES = 1 << 30
 """Size of a bucket where the sender names none: fewer, larger broadcasts come nearer to the link's speed."""
 
 COMPARED_SETTINGS = ("NCCL_CUMEM", "NCCL_P2P_")
-"""Starts of the variables that say how NCCL moves bytes; ranks that differ in one fail or run out of memory."""
+"""Starts of the variables that say how NCCL moves bytes; ranks that differ in one fail, or lack memory."""
 
 _ABORT_S = 5.0  # an abort that takes longer goes on by itself
 _ENVIRONMENT = threading.Lock()

@@ -33,7 +33,7 @@ FORBIDDEN_MODULES = {
 }
 FORBIDDEN_CALLS = {
     "eval", "exec", "compile", "__import__", "torch.load", "torch.save", "numpy.load", "np.load",
-    "torch.hub.load", "yaml.load", "yaml.unsafe_load", "multiprocessing.Queue", "multiprocessing.Pipe", "pickle.loads",
+    "torch.hub.load", "yaml.load", "yaml.unsafe_load", "multiprocessing.Queue", "multiprocessing.Pipe",
 }  # fmt: skip
 TORCH_SHARING = {
     "reduce_tensor",
