@@ -119,6 +119,7 @@ def attend(
     seq_lens: torch.Tensor,
     page_size: int,
     splits: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the last token of each row.
 
@@ -129,13 +130,15 @@ def attend(
         pool_indices: [B] int64.
         seq_lens: [B] int64, at least 1; keys [0, seq_lens[i]) of row i are attended to.
         splits: pieces that each row is cut into, a power of two.
+        out: where the result goes; None makes room for it.
 
     Returns:
         [B, N, H] in q's dtype.
     """
     B, N, H = q.shape
     K = k_pool.shape[1]
-    out = torch.empty_like(q)
+    if out is None:
+        out = torch.empty_like(q)
     partial = stats = out
     # Many programs hide each other's waits; few ones must have more loads on their way.
     num_warps, num_stages = (1, 3) if B * K >= MANY_PROGRAMS else (2, 5)
