@@ -25,7 +25,7 @@ MANY_PROGRAMS = 512
 LOG2_E = math.log2(math.e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pool_indices", "seq_lens"])
 def _attend_kernel(
     q,
     k_pool,

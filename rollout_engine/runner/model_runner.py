@@ -31,6 +31,7 @@ from rollout_engine.runner.kv_pool import KVPool
 from rollout_engine.runner.memory import available_memory, discard_contents, restore_contents
 from rollout_engine.runner.pending import PendingStep
 from rollout_engine.runner.prefill_graph import PrefillCudaGraphRunner
+from rollout_engine.runner.warm_up import warm_up
 from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
 from weight_updater.preloaded import PreloadedWeights
@@ -162,7 +163,7 @@ class ModelRunner:
         return name, backend
 
     def init_cuda_graphs(self) -> None:
-        """Capture graphs where they can be; nothing to capture on a CPU."""
+        """Load kernels and capture graphs where they can be; on a CPU there is neither."""
         self._enter(Stage.INIT_CUDA_GRAPHS)
         if self.forward_stream is None:
             return
@@ -170,6 +171,8 @@ class ModelRunner:
         if self.config.cuda_graphs:
             self.decode_graph = self._decode_graph_runner()
             self.prefill_graph = self._prefill_graph_runner()
+        with torch.inference_mode(), torch.cuda.stream(self.forward_stream):
+            warm_up(self)
         if runners := [runner for runner in (self.decode_graph, self.prefill_graph) if runner is not None]:
             self.graphs = Graphs(runners, self.forward_stream)
             self.graphs.capture()
