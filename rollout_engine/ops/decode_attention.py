@@ -47,8 +47,9 @@ def _attend_kernel(
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    # Programs that run at once read neighbouring heads of the same tokens: whole rows of the memory's banks.
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(seq_lens + row).to(tl.int32)
     pages = page_table + tl.load(pool_indices + row) * P
@@ -145,7 +146,7 @@ def attend(
     if splits > 1:
         partial = torch.empty((B * N, splits, H), dtype=torch.float32, device=q.device)
         stats = torch.empty((B * N, splits, 2), dtype=torch.float32, device=q.device)
-    _attend_kernel[(B, K, splits)](
+    _attend_kernel[(K, B, splits)](
         q,
         k_pool,
         v_pool,
