@@ -34,12 +34,15 @@ GENERAL = SamplingParams(
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run what passes of requests run, on the current stream. Writes to the padding page only."""
+    """Run what passes of requests run, on the current stream. Writes to the padding page only.
+
+    Graphs are captured already, and with them the kernels of the passes that they hold are loaded.
+    """
     started = time.monotonic()
-    logger.info("loading kernels (compiled at first use on a machine: some seconds)")
     for batch in _passes(runner):
-        runner.eager.run(batch, ForwardBatch.init_new(batch, runner)).result()
-    logger.info("kernels are ready after %.1f s", time.monotonic() - started)
+        if runner.decode_graph is None or not runner.decode_graph.can_run(batch):
+            runner.eager.run(batch, ForwardBatch.init_new(batch, runner)).result()
+    logger.info("kernels are loaded after %.1f s", time.monotonic() - started)
 
 
 def _passes(runner: ModelRunner) -> Iterator[ScheduleBatch]:
@@ -48,11 +51,12 @@ def _passes(runner: ModelRunner) -> Iterator[ScheduleBatch]:
     yield _pass(ForwardMode.EXTEND, 1, 1, slot, DRAWN)
     yield _pass(ForwardMode.EXTEND, 2, 4, slot, DRAWN_RAW)
     yield _pass(ForwardMode.EXTEND, 2, 4, slot, GENERAL)
-    if runner.decode_graph is None:  # else its capture compiles the kernels of decode passes
-        num_rows = 1
-        while num_rows <= runner.max_running:
-            yield _pass(ForwardMode.DECODE, num_rows, 1, slot, DRAWN)
-            num_rows *= 2
+    # Attention cuts rows into fewer pieces the more rows there are, half as many for twice the rows.
+    num_rows = 1
+    while num_rows < runner.max_running:
+        yield _pass(ForwardMode.DECODE, num_rows, 1, slot, DRAWN)
+        num_rows *= 2
+    yield _pass(ForwardMode.DECODE, runner.max_running, 1, slot, DRAWN)
 
 
 def _pass(

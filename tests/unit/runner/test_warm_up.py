@@ -25,17 +25,21 @@ def test_it_runs_every_kind_of_pass_and_writes_to_the_padding_page_alone(tiny_ll
     with torch.inference_mode():
         warm_up(runner)
     drawn, drawn_raw, general = (1, True, False), (2, True, True), (2, False, False)
-    decodes = [(1, True, False), (2, True, False), (4, True, False)]
+    decodes = [(rows, True, False) for rows in (1, 2, 4, 5)]
     assert seen == [drawn, drawn_raw, general, *decodes]
     assert runner.forward_counts == counts, "they are nobody's passes"
     pool = runner.token_to_kv_pool
     assert all(not layer[: pool.padding_slot].any() for layer in (*pool.k, *pool.v))
 
-    monkeypatch.setattr(runner, "decode_graph", object())
+    class UpToTwo:
+        def can_run(self, batch):
+            return batch.forward_mode.is_decode() and batch.batch_size <= 2
+
+    monkeypatch.setattr(runner, "decode_graph", UpToTwo())
     seen.clear()
     with torch.inference_mode():
         warm_up(runner)
-    assert seen == [drawn, drawn_raw, general], "captured decode passes have loaded their kernels"
+    assert seen == [drawn, drawn_raw, general, *decodes[2:]], "a capture loads the kernels of its passes"
 
 
 def test_a_shallow_runner_has_the_shapes_of_the_model_in_one_layer(tiny_llama_dir):
