@@ -224,7 +224,9 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged KV pool.
+    """Grouped-query attention over the paged KV pool: `heads`, `attend`, `project`.
+
+    Attention itself depends on the lengths of rows, what comes before and after it does not.
 
     Args:
         layer_id: index of the layer's K and V in the pool.
@@ -244,10 +246,6 @@ class Attention(nn.Module):
         self.o_proj = Linear(q_size, config.hidden_size, bias=o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
-
-    def forward(self, x_TD: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
-        """[T, D] -> [T, D]; writes this step's K and V to the pool."""
-        return self.project(self.attend(self.heads(x_TD, rope, batch), batch))
 
     def heads(self, x_TD: torch.Tensor, rope: Rope, batch: ForwardBatch) -> Heads:
         """What attention takes, normalised and rotated; where one kernel does it all, K and V are written."""
