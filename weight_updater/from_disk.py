@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from weight_updater.arena import WeightTarget
-from weight_updater.device_copies import HostRing, Lane, ring_to
+from weight_updater.device_copies import HostRing, Passage, ring_to
 from weight_updater.device_sink import DeviceSink, make_sink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import conflict, plan_update
@@ -202,11 +202,12 @@ def _read(
     if isinstance(sink, DeviceSink):
         assert sink.destination is not None
         ring = ring or ring_to(sink.destination.device)
-        num_threads = num_threads or min(MAX_THREADS_TO_DEVICE, os.cpu_count() or 1)
+        # The engine's loop and the thread that queues the copies want a core each.
+        num_threads = num_threads or max(1, min(MAX_THREADS_TO_DEVICE, (os.cpu_count() or 1) - 2))
         reads = _Reads(checkpoint, wanted, ring.slot_bytes)
-        with ring.lanes(sink.copies, num_threads) as lanes:
+        with ring.passage(sink.copies) as passage:
             try:
-                _in_threads([partial(_read_to_device, reads, lane, sink) for lane in lanes])
+                _read_to_device(reads, passage, sink, num_threads)
             finally:
                 sink.flush()  # before the slots are somebody else's, or the error is told
     else:
@@ -223,12 +224,29 @@ def _read_to_host(reads: _Reads, sink: ByteSink) -> None:
         _give(read, buffer, sink)
 
 
-def _read_to_device(reads: _Reads, lane: Lane, sink: ByteSink) -> None:
-    for read in reads.take():
-        slot, view = lane.next()
-        _fill(view[: read.size], read)
-        _give(read, slot, sink)
-        lane.sent()
+def _read_to_device(reads: _Reads, passage: Passage[_Read], sink: DeviceSink, num_threads: int) -> None:
+    """Fill slots in `num_threads` threads, and queue their copies in this one."""
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="read-weights") as pool:
+        workers = [pool.submit(_fill_slots, reads, passage) for _ in range(num_threads)]
+        try:
+            for data, read in passage.arrivals(num_threads):
+                _give(read, data, sink)
+        finally:
+            passage.stop()
+    for worker in workers:
+        worker.result()
+
+
+def _fill_slots(reads: _Reads, passage: Passage[_Read]) -> None:
+    try:
+        for read in reads.take():
+            slot = passage.take()
+            if slot is None:
+                return
+            _fill(slot.view[: read.size], read)
+            passage.fill(slot, read)
+    finally:
+        passage.end()
 
 
 def _give(read: _Read, buffer: torch.Tensor, sink: ByteSink) -> None:

@@ -20,7 +20,7 @@ from weight_updater.requests import FromTensor, ShmSegment
 from weight_updater.shm import SharedSegment
 from weight_updater.sink import Sink
 
-COPY_BYTES = 128 << 20
+COPY_BYTES = 32 << 20
 """Bytes of one copy from a segment to a device."""
 
 MAX_THREADS = 16

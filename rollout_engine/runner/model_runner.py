@@ -7,6 +7,7 @@ next one must know of: __init__, initialize, alloc_memory_pool, init_attention_b
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -91,7 +92,7 @@ class ModelRunner:
         self.max_running = config.max_running_requests or (256 if self.device.type == "cuda" else 64)
         self.max_prefill_tokens = config.max_prefill_tokens or (8192 if self.device.type == "cuda" else 2048)
         self.overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
-        self.packer = Packer(self.device)
+        self.packer = Packer(self.device, _fetch_for(self.device))
         self.decode_graph: GraphRunner | None = None
         self.prefill_graph: GraphRunner | None = None
         self.graphs: Graphs | None = None  # those of both
@@ -298,6 +299,15 @@ class ModelRunner:
     def resume_kv(self) -> int:
         """Take the KV pool's memory again, zeroed, in the same tensors; bytes taken."""
         return self.token_to_kv_pool.resume()
+
+
+def _fetch_for(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """How a step's small arrays come to `device`; None: by its copy engine."""
+    if kernels_for(torch.empty(0, device=device)) is None:
+        return None
+    from rollout_engine.ops.host_reads import fetch
+
+    return fetch
 
 
 def _forward_stream(device: torch.device) -> torch.cuda.Stream | None:

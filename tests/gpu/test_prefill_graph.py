@@ -15,7 +15,7 @@ import triton
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.batch.schedule import CaptureHiddenMode, StepResult
 from rollout_engine.config import ServeConfig
-from rollout_engine.ops import decode_attention, kernels, sampling_kernels
+from rollout_engine.ops import decode_attention, host_reads, kernels, sampling_kernels
 from rollout_engine.runner.graphs import smallest_fit
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.runner.warm_up import compile_ahead
@@ -250,7 +250,7 @@ def compilations() -> Iterator[list[str]]:
 
 def forget_kernels() -> None:
     """Let every kernel be compiled, or loaded from the disk, once more."""
-    for module in (kernels, sampling_kernels, decode_attention):
+    for module in (kernels, sampling_kernels, decode_attention, host_reads):
         for value in vars(module).values():
             if isinstance(value, triton.JITFunction):
                 value.device_caches.clear()
