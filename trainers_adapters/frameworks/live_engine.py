@@ -9,9 +9,9 @@ method ends by its deadline.
 from __future__ import annotations
 
 import ipaddress
-import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn, TypedDict
 
 from typing_extensions import Unpack
@@ -24,8 +24,6 @@ from trainers_adapters.results import Completion, EngineInfo
 from trainers_adapters.rollout_calls import Request
 from trainers_adapters.sending import Sender
 from trainers_adapters.sources import Source
-
-log = logging.getLogger(__name__)
 
 GONE_REASONS = frozenset(
     {
@@ -105,6 +103,8 @@ class LiveEngine:
         where = {"token": options.get("token"), "tls": options.get("tls")}
         self._rollout = RolloutClient(address, **where)  # type: ignore[arg-type]
         self._weights = WeightsClient(address, **where)  # type: ignore[arg-type]
+        self._pushing = threading.Lock()
+        self._pushed: set[tuple[int, int]] = set()  # (version, commit) of every push
         self.version = 0
         self.commit_sequence = 0
         self.instance_id = ""
@@ -136,10 +136,17 @@ class LiveEngine:
 
         An engine that is gone is waited for. Each attempt sends everything again, under a new version.
 
+        Args:
+            partial: the source holds only some of the engine's tensors; the others stay.
+
         Raises:
             EngineLost: the engine did not come back within restart_s.
             RollsyncError: refused, or out of time; the message says what and on which engine.
         """
+        with self._pushing:
+            return self._push(source, partial)
+
+    def _push(self, source: Source, partial: bool) -> PushReport:
         started = time.monotonic()
         while True:
             left = started + self.timeout_s - time.monotonic()
@@ -164,10 +171,16 @@ class LiveEngine:
         (reply,) = report.replies.values()
         self.version, self.commit_sequence = report.version, reply.commit_sequence
         self.instance_id, self.report = info.instance_id, report
+        self._pushed.add((self.version, self.commit_sequence))
         return report
 
-    def sample(self, requests: Sequence[Request], *, timeout_s: float) -> list[list[Completion]]:
+    def sample(
+        self, requests: Sequence[Request], *, timeout_s: float, mixed: bool = False
+    ) -> list[list[Completion]]:
         """All completions of all requests, each sampled by the weights pushed last and by no others.
+
+        Args:
+            mixed: pushes go on meanwhile, so any weights from those live now on may have sampled.
 
         Raises:
             WeightsLost: the engine is gone or serves other weights; nothing of what it said is given.
@@ -183,11 +196,11 @@ class LiveEngine:
             raise WeightsLost(error.code, error.reason, error.message) from error
         for position, completions in enumerate(batch):
             for completion in completions:
-                if what := self._wrong(completion):
+                if what := self._wrong(completion, mixed):
                     self._explain(f"prompt {position}, completion {completion.index} {what}")
         return batch
 
-    def _wrong(self, completion: Completion) -> str:
+    def _wrong(self, completion: Completion, mixed: bool) -> str:
         """What makes a completion no sample of the weights pushed last; "" if nothing does."""
         if completion.finish_reason not in ("stop", "length") or not completion.token_ids:
             return (
@@ -195,7 +208,11 @@ class LiveEngine:
                 + f" ({completion.error})" * bool(completion.error)
             )
         for span in completion.spans:
-            if (span.weight_version, span.commit_sequence) != (self.version, self.commit_sequence):
+            label = (span.weight_version, span.commit_sequence)
+            if mixed and label not in self._pushed:
+                with self._pushing:  # a commit shows in tokens before its push returns
+                    pass
+            if label not in self._pushed if mixed else label != (self.version, self.commit_sequence):
                 return (
                     f"was sampled by weight version {span.weight_version} (commit {span.commit_sequence}), "
                     f"but version {self.version} (commit {self.commit_sequence}) was pushed last"
@@ -217,18 +234,28 @@ class LiveEngine:
             f"give each trainer an engine of its own",
         )
 
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """The engine's tensors (a tied one once) that are not among `names`."""
+        given = set(names)
+        placements = self._weights.layout(timeout_s=LOOK_S).placements
+        return [p.name for p in placements if not p.alias_of and p.name not in given]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests of ours with what they have."""
+        self._rollout.abort(request_ids, timeout_s=LOOK_S)
+
     def _pause(self, error: RollsyncError, give_up: float) -> None:
         """Wait a little before the next look, or say that it was the last."""
         if not gone(error) and error.reason != "DEADLINE":
             raise error
         if time.monotonic() + RETRY_S > give_up:
+            since = "was lost and is not back after" if self.version else "has not answered for"
             version = f"; weight version {self.version} was the last pushed to it" if self.version else ""
             raise EngineLost(
                 error.code,
                 error.reason,
-                f"the engine at {self.address} was lost and is not back after {self.restart_s:g} s: "
-                f"{error.message}{version}. Start it again on that address and resume from a checkpoint, or "
-                f"raise restart_s",
+                f"the engine at {self.address} {since} {self.restart_s:g} s: {error.message}{version}. Start it "
+                f"on that address and resume from a checkpoint, or raise restart_s",
             ) from error
         time.sleep(RETRY_S)
 

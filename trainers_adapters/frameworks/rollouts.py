@@ -107,7 +107,7 @@ class Rollouts:
 def _requests(prompts: Sequence[list[int]], sampling: Sampling, seed: str) -> list[Request]:
     """One request for each run of equal prompts."""
     return [
-        Request(prompt, Sampling(**{**sampling, "n": count, "seed": _seed(seed, number)}))
+        Request(prompt, Sampling(**{**sampling, "n": count, "seed": seed_of(seed, number)}))
         for number, (prompt, count) in enumerate(_runs(prompts))
     ]
 
@@ -120,7 +120,7 @@ def _runs(prompts: Sequence[list[int]]) -> Iterator[tuple[list[int], int]]:
             count -= MAX_SAMPLES
 
 
-def _seed(text: str, number: int) -> int:
+def seed_of(text: str, number: int) -> int:
     """63 bits that differ for each request."""
     digest = hashlib.blake2b(f"{text}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -147,7 +147,8 @@ class RolloutFunc(_EngineSide):
         if trainer.state.global_step != self._synced_step:
             rollouts.sync()
             self._synced_step = trainer.state.global_step
-        prompt_ids = prompt_token_ids(trainer, prompts)
+        template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        prompt_ids = prompt_token_ids(trainer.processing_class, prompts, **template)
         samples = self._generate(trainer, prompt_ids)
         return {
             "prompt_ids": prompt_ids,

@@ -19,22 +19,21 @@ def source_of(trainer: Any) -> Source:
     return ModuleSource(trainer.accelerator.unwrap_model(trainer.model))
 
 
-def prompt_token_ids(trainer: Any, prompts: list[Any]) -> list[list[int]]:
-    """Token ids of texts, or of message lists by the tokenizer's chat template, as TRL itself makes them."""
+def prompt_token_ids(tokenizer: Any, prompts: list[Any], **template: Any) -> list[list[int]]:
+    """Token ids of texts, or of message lists by the tokenizer's chat template, as TRL itself makes them.
+
+    Args:
+        template: what apply_chat_template is given besides.
+    """
     if isinstance(prompts[0], str):
-        return [list(ids) for ids in trainer.processing_class(text=prompts)["input_ids"]]
+        return [list(ids) for ids in tokenizer(text=prompts)["input_ids"]]
     for prompt in prompts:
         for message in prompt:
             content = message["content"]
             if isinstance(content, list) and any(part.get("type") != "text" for part in content):
                 raise ValueError("a prompt holds parts that are no text; a rollsync engine samples from text")
-    encoded = trainer.processing_class.apply_chat_template(
-        conversation=prompts,
-        chat_template=trainer.chat_template,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        **trainer.chat_template_kwargs,
+    encoded = tokenizer.apply_chat_template(
+        conversation=prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **template
     )
     return [list(ids) for ids in encoded["input_ids"]]
 
