@@ -18,6 +18,9 @@ ALIGNMENT = 256
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the dtypes that an update may bring."""
 
+MAX_STREAMS = 16
+"""Streams that may bring the chunks of one update at once."""
+
 DEFAULT_BUCKET_BYTES = 64 << 20
 """Size of a bucket on the distributed path when the sender names none."""
 
@@ -138,6 +141,7 @@ class BeginUpdate:
     """Open an update. Either `manifest`, `manifest_digest`, or (disk only) `directory` must be given.
 
     version: becomes live at commit; 0 means one more than the largest ever committed.
+    num_streams: of chunks that the sender would open at once at ports named for them; 0: names none.
     lease_s: seconds without a call after which the update ends; 0 means the engine's default.
     """
 
@@ -160,6 +164,7 @@ class BeginUpdate:
     merged: bool = False
     num_engines: int = 1
     directory: str = ""
+    num_streams: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +183,7 @@ class BeginReply:
     unmatched: tuple[str, ...]
     arena_bytes: int
     lease_s: float
+    stream_ports: tuple[int, ...] = ()  # of the host; each takes chunk streams
 
 
 @dataclass(frozen=True, slots=True)
