@@ -36,13 +36,20 @@ class Channel:
 
     def frames(self) -> Iterator[bytes]:
         """Yield the payload of each frame until the other end closes or dies."""
-        stream = self._stream
-        while len(header := stream.read(HEADER.size)) == HEADER.size:
+        while len(header := self._read(HEADER.size)) == HEADER.size:
             (length,) = HEADER.unpack(header)
-            payload = stream.read(length)
+            payload = self._read(length)
             if len(payload) < length:
                 return
             yield payload
+
+    def _read(self, nbytes: int) -> bytes:
+        """The next bytes; fewer where the other end closed, or died with something unread."""
+        try:
+            found: bytes = self._stream.read(nbytes)
+        except ConnectionResetError:
+            return b""
+        return found
 
     def commands(self) -> Iterator[messages.Command]:
         """ENGINE. Yield decoded commands until the other end closes or dies."""

@@ -35,17 +35,18 @@ class ChunkStreamStub(WeightsStub):
 
 
 def stream_messages(
-    header: pb.UpdateWeightsFromTensorHeader, chunks: Iterable[Chunk], *, says_end: bool
+    header: pb.UpdateWeightsFromTensorHeader, chunks: Iterable[Chunk | bytes], *, says_end: bool
 ) -> Iterator[bytes]:
     """A whole stream, serialised.
 
     Args:
+        chunks: as they are, or as messages.
         says_end: tell the engine how many chunks there were, so that it need not wait for news of a break.
     """
     yield pb.UpdateWeightsFromTensorRequest(header=header).SerializeToString()
     num_chunks = 0
     for chunk in chunks:
-        yield chunk_message(chunk)
+        yield chunk if isinstance(chunk, bytes) else chunk_message(chunk)
         num_chunks += 1
     if says_end:
         end = pb.UpdateWeightsFromTensorEnd(num_chunks=num_chunks)
@@ -60,7 +61,7 @@ def chunk_message(chunk: Chunk) -> bytes:
     """
     tensor, offset, data = chunk
     if not 0 <= (tensor or 0) < 1 << 32 or not 0 <= offset < 1 << 64:
-        raise ValueError(f"a chunk names tensor {tensor} and byte {offset}; neither may be negative")
+        raise ValueError(f"a chunk names tensor {tensor} and byte {offset}, which no message can carry")
     parts = data if isinstance(data, list) else [data]
     size = sum([memoryview(part).nbytes for part in parts])
     # Fields that hold zero are left out, as the library does.

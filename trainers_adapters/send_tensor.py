@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any, ClassVar
 
-from trainers_adapters.chunk_wire import Bytes, Chunk
+from trainers_adapters.chunk_wire import Bytes, Chunk, chunk_message
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.segments import PackedSegment
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a chunk: large for what a message costs, small enough for its copies to stay in the cache."""
+MESSAGES_AHEAD = 2
+"""That are made while one is sent."""
 CONNECT_SECONDS = 3.0
 """How long a receiver that an engine names may take to be reached before the stream does without it."""
 
@@ -53,22 +56,23 @@ class TensorStream(Sender):
 
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
         receivers = self._reachable(client, begun.stream_ports)
-        chunks = _Dealt(self._chunks(outgoing))
-        if not receivers:
-            return client.update_from_tensor(begun.update_id, chunks, timeout_s=outgoing.seconds_left)
-
-        def send_share(receiver: WeightsClient) -> UpdateReply:
+        if len(receivers) > 1:
+            return self._send_shares(receivers, begun, outgoing)
+        with _Ahead(self._chunks(outgoing)) as messages:
+            if receivers:
+                return _send_to(receivers[0], begun, messages, outgoing)
             left = outgoing.seconds_left
-            return receiver.update_from_tensor(begun.update_id, chunks, says_end=True, timeout_s=left)
+            return client.update_from_tensor(begun.update_id, messages, timeout_s=left)
 
+    def _send_shares(
+        self, receivers: Sequence[WeightsClient], begun: BeginReply, outgoing: Outgoing
+    ) -> UpdateReply:
+        """Deal the chunks out to a stream at each receiver."""
+        chunks = _Dealt(self._chunks(outgoing))
         with ThreadPoolExecutor(len(receivers), thread_name_prefix="stream") as pool:
-            shares = [pool.submit(send_share, receiver) for receiver in receivers]
+            shares = [pool.submit(_send_to, receiver, begun, chunks, outgoing) for receiver in receivers]
             wait(shares, return_when=FIRST_EXCEPTION)
             chunks.stop()  # all are dealt, or one stream has failed
-        errors = [error for share in shares if (error := share.exception()) is not None]
-        if errors:
-            # What the engine says is the cause; that a receiver hung up may be the effect.
-            raise next((e for e in errors if not _is_unreachable(e)), errors[0])
         return max((share.result() for share in shares), key=lambda reply: reply.num_bytes)
 
     def close(self) -> None:
@@ -124,6 +128,21 @@ def _connected(client: WeightsClient, port: int) -> WeightsClient | None:
     return None
 
 
+def _send_to(
+    receiver: WeightsClient, begun: BeginReply, chunks: Iterable[Chunk | bytes], outgoing: Outgoing
+) -> UpdateReply:
+    """One stream at a receiver."""
+    left = outgoing.seconds_left
+    try:
+        return receiver.update_from_tensor(begun.update_id, chunks, says_end=True, timeout_s=left)
+    except RollsyncError as error:
+        if not error.unreachable:
+            raise
+        # It answered when the update began, and nothing can have been committed since.
+        text = f"the engine's receiver at {receiver.address} hung up ({error.message}); push again"
+        raise RollsyncError(error.code, "PEER_LOST", text) from error
+
+
 def _packed(tensors: Sequence[memoryview]) -> list[Bytes]:
     """Tensors as the bytes of one chunk: each but the first at a multiple of 256 bytes."""
     parts: list[Bytes] = []
@@ -132,10 +151,6 @@ def _packed(tensors: Sequence[memoryview]) -> list[Bytes]:
             parts.append(bytes(align(len(parts[-1])) - len(parts[-1])))
         parts.append(data)
     return parts
-
-
-def _is_unreachable(error: BaseException) -> bool:
-    return isinstance(error, RollsyncError) and error.unreachable
 
 
 class _Dealt:
@@ -159,6 +174,52 @@ class _Dealt:
         """Nothing more is dealt out."""
         with self._lock:
             self._stopped = True
+
+
+class _Ahead:
+    """Chunks as messages, made by a thread of its own while the message before is being sent."""
+
+    def __init__(self, chunks: Iterator[Chunk]) -> None:
+        self._chunks = chunks
+        self._made: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MESSAGES_AHEAD)
+        self._stopped = False
+        self._maker = threading.Thread(target=self._make, name="chunks", daemon=True)
+
+    def __enter__(self) -> _Ahead:
+        self._maker.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stopped = True
+        self._room.release()
+        self._maker.join()  # nothing of the trainer's is read any more
+
+    def __iter__(self) -> _Ahead:
+        return self
+
+    def __next__(self) -> bytes:
+        made = self._made.get()
+        if made is None:
+            raise StopIteration
+        if isinstance(made, Exception):
+            raise made
+        self._room.release()
+        return made
+
+    def _make(self) -> None:
+        """THREAD. Until the chunks end, or nobody sends them any more."""
+        end: Exception | None = None
+        try:
+            for chunk in self._chunks:
+                self._room.acquire()
+                if self._stopped:
+                    return
+                self._made.put(chunk_message(chunk))
+        except Exception as error:  # noqa: BLE001 - whoever sends them must learn of it
+            end = error
+        finally:
+            self._made.put(end)
 
 
 class TensorSegment(Sender):

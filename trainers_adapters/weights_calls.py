@@ -185,7 +185,7 @@ def update_from_distributed(
 
 def update_from_tensor(
     update: str | BeginUpdate,
-    chunks: Iterable[Chunk] = (),
+    chunks: Iterable[Chunk | bytes] = (),
     *,
     segment: ShmSegment | None = None,
     says_end: bool = False,
@@ -193,6 +193,7 @@ def update_from_tensor(
 ) -> Unary[UpdateReply]:
     """Send bytes in the call, as chunks in any order; or name a shared-memory segment that holds them.
 
+    chunks: as they are, or as messages (chunk_wire.chunk_message).
     says_end: tell the engine when all chunks of this stream have come (a receiver wants to hear that).
     """
     header = pb.UpdateWeightsFromTensorHeader(**_target(update))

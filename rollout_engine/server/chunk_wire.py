@@ -20,12 +20,21 @@ _MAX_PLAIN_VARINT_BYTES = 9  # up to 63 bits; what is longer is left to the libr
 
 
 class WireChunk(NamedTuple):
-    """A TensorChunk. data: borrowed from the message, if it was read by hand."""
+    """A TensorChunk. Its data are `size` bytes of `source` from byte `start` on; `source` is the message
+    itself, if that was read by hand.
+    """
 
     tensor: int
     offset: int
     packed: bool
-    data: memoryview
+    source: bytes
+    start: int
+    size: int
+
+    @property
+    def data(self) -> memoryview:
+        """The data, borrowed from `source`."""
+        return memoryview(self.source)[self.start : self.start + self.size]
 
 
 WireMessage = WireChunk | pb.UpdateWeightsFromTensorRequest
@@ -47,7 +56,8 @@ def unpacked(message: pb.UpdateWeightsFromTensorRequest) -> WireMessage:
     if message.WhichOneof("message") != "chunk":
         return message
     chunk = message.chunk
-    return WireChunk(chunk.tensor, chunk.offset, chunk.packed, memoryview(chunk.data))
+    data = chunk.data
+    return WireChunk(chunk.tensor, chunk.offset, chunk.packed, data, 0, len(data))
 
 
 def _plain_chunk(message: bytes) -> WireChunk | None:
@@ -58,8 +68,7 @@ def _plain_chunk(message: bytes) -> WireChunk | None:
     found = _varint(message, 1)
     if found is None or found[0] + found[1] != size:
         return None
-    tensor = offset = packed = 0
-    data = memoryview(b"")
+    tensor = offset = packed = start = nbytes = 0
     at = found[1]
     while at < size:
         tag = message[at]
@@ -70,7 +79,7 @@ def _plain_chunk(message: bytes) -> WireChunk | None:
         if tag == _DATA_TAG:
             if at + value > size:
                 return None
-            data = memoryview(message)[at : at + value]
+            start, nbytes = at, value
             at += value
         elif tag == _OFFSET_TAG:
             offset = value
@@ -80,7 +89,7 @@ def _plain_chunk(message: bytes) -> WireChunk | None:
             packed = value
         else:
             return None
-    return WireChunk(tensor, offset, bool(packed), data)
+    return WireChunk(tensor, offset, bool(packed), message, start, nbytes)
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int] | None:

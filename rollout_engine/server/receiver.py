@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import queue
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum, auto
 from typing import Any
 
 import grpc
@@ -33,7 +35,6 @@ from rollout_engine.server.receiver_link import EngineLink
 from rollout_engine.server.status import answered
 from rollout_engine.server.uploads import pieces
 from rollout_engine.v1 import weights_pb2 as pb
-from weight_updater.errors import UpdateError
 from weight_updater.heap import keep_freed_buffers
 from weight_updater.requests import MAX_STREAMS, BeginUpdate, FromTensor, Path, UpdateReply
 
@@ -43,6 +44,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Weights"].full_name
 METHOD = "UpdateWeightsFromTensor"
 GIL_SWITCH_SECONDS = 0.0005
 """How long one thread may keep the others from the interpreter; Python's own 5 ms is ten chunks."""
+MESSAGES_AHEAD = 2
+"""Of a stream, that may have come and wait to be passed on."""
 STOP_SECONDS = 0.5
 """How long the last answers may take to be sent."""
 BREAK_NEWS_SECONDS = 0.05
@@ -68,62 +71,79 @@ class ReceiverReady(msgspec.Struct, frozen=True):
     port: int
 
 
+class _Sign(Enum):
+    """What a stream is told beside messages."""
+
+    ENDED = auto()  # the client has no more
+    BROKE = auto()  # the client is gone
+    ANSWERED = auto()  # by the engine
+
+
 class Stream:
     """One client's stream, on its way to the engine. The engine's call is open meanwhile; either may end
     first. A chunk waits for a free slot of the ring, and the client's stream with it.
+
+    While one message is copied into the ring, the next is on its way: a thread of its own asks for it.
     """
 
     def __init__(self, link: EngineLink, tensor: FromTensor, begin: BeginUpdate | None) -> None:
         self._link = link
-        self._call_id, self._reply = link.begin_update(tensor, begin)
+        self._inbox: queue.SimpleQueue[bytes | _Sign] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MESSAGES_AHEAD)
         self._gone = threading.Event()  # the client is; or nobody asks any more
+        self._call_id, self._reply = link.begin_update(tensor, begin)
 
     def run(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> m.Reply:
         """Feed the engine until the stream or the call ends; returns the call's Reply.
+
+        An error of the engine ends the stream early, whatever the client is about to send. When the client
+        goes away, the engine is told that the stream broke and nothing else.
 
         Raises:
             EngineError, UpdateError: what the engine answered, or what is wrong with a message.
         """
         context.add_callback(self._gone.set)
-        feeding: Future[None] = Future()
-        threading.Thread(target=self._feed, args=(messages, feeding), name="feed", daemon=True).start()
-        # An error of the engine ends the stream early, whatever the client waits for.
-        either: tuple[Future[Any], Future[Any]] = (feeding, self._reply)
-        wait(either, return_when=FIRST_COMPLETED)
-        if not self._reply.done():
-            feeding.result()  # a bad message ends the call here
-        return self._reply.result()
-
-    def _feed(self, messages: Iterator[bytes], fed: Future[None]) -> None:
-        """THREAD. Pass chunks on, and tell the engine how the stream ended."""
-        complete = False
+        self._reply.add_done_callback(lambda _: self._inbox.put(_Sign.ANSWERED))
+        threading.Thread(target=self._take, args=(messages,), name="take", daemon=True).start()
         try:
-            reader = ChunkReader()
+            self._feed()
+            return self._reply.result()
+        finally:
+            self._room.release()  # the thread sees that the call has ended when it asks for a message
+
+    def _take(self, messages: Iterator[bytes]) -> None:
+        """THREAD. Ask for message after message, a few ahead of those that are passed on."""
+        sign = _Sign.ENDED
+        try:
+            self._room.acquire()
             for message in messages:
+                self._inbox.put(message)
+                self._room.acquire()
+        except grpc.RpcError:
+            sign = _Sign.BROKE
+        self._inbox.put(sign)
+
+    def _feed(self) -> None:
+        """Pass chunks on, and tell the engine how the stream ended."""
+        reader, complete = ChunkReader(), False
+        try:
+            while not isinstance(message := self._inbox.get(), _Sign):
+                self._room.release()
                 chunk = reader.parse(message)
                 if chunk is not None:
                     self._pass_on(chunk)
-                if self._reply.done():
-                    return
-            complete = reader.is_whole or not self._gone.wait(BREAK_NEWS_SECONDS)
-        except (EngineError, UpdateError) as error:
-            fed.set_exception(error)
-        except grpc.RpcError:  # the client is gone
-            pass
-        except Exception as error:  # noqa: BLE001 - whoever waits for this thread must learn of it
-            fed.set_exception(error)
+            if message is _Sign.ENDED:
+                complete = reader.is_whole or not self._gone.wait(BREAK_NEWS_SECONDS)
         finally:
             if not self._reply.done():
                 self._link.send(m.EndOfChunks(self._call_id, complete))
-            if not fed.done():
-                fed.set_result(None)
 
     def _pass_on(self, chunk: WireChunk) -> None:
         ring, tensor = self._link.ring, None if chunk.packed else chunk.tensor
-        for start, piece in pieces(chunk.data, ring.slot_bytes):
+        for start, nbytes in pieces(chunk.size, ring.slot_bytes):
             slot = ring.acquire(self._call_id)
-            ring.write(slot, piece)
-            self._link.send(m.Chunk(self._call_id, tensor, chunk.offset + start, slot, len(piece)))
+            ring.write(slot, chunk.source, chunk.start + start, nbytes)
+            self._link.send(m.Chunk(self._call_id, tensor, chunk.offset + start, slot, nbytes))
 
 
 class ReceiverService:
@@ -212,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     front.sendall(HEADER.pack(len(answer)) + answer)
     for _ in frames:  # nothing more is said
         pass
-    server.stop(0).wait(STOP_SECONDS)
+    server.stop(STOP_SECONDS).wait()
     return 0
 
 

@@ -5,6 +5,7 @@ The same as engine_client.py and ring.py for the front, with threads in place of
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import threading
@@ -32,6 +33,7 @@ class SlotRing:
         self._segment = SharedSegment.open(ShmSegment(name=ring.ring_name, size=size, allocation_id=""))
         # Both ends have it mapped now; without a name it cannot outlive them, however they end.
         self._segment.unlink()
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._segment.buf))
         self._free = deque(range(ring.ring_slots))
         self._owner: dict[int, int] = {}  # slot -> call id
         self._changed = threading.Condition()
@@ -65,10 +67,16 @@ class SlotRing:
             for slot in [slot for slot, owner in self._owner.items() if owner == call_id]:
                 self.release(slot, call_id)
 
-    def write(self, slot: int, data: memoryview) -> None:
-        """Copy `data` into a slot, which must be lent to the caller."""
-        start = slot * self.slot_bytes
-        self._segment.buf[start : start + len(data)] = data
+    def write(self, slot: int, source: bytes, start: int, nbytes: int) -> None:
+        """Copy bytes [start, start + nbytes) of `source` into a slot, which must be lent to the caller.
+
+        Other threads go on meanwhile: an assignment to the segment's memory would hold them up.
+        """
+        if not 0 <= start <= start + nbytes <= len(source) or nbytes > self.slot_bytes:
+            raise ValueError(f"bytes [{start}, {start + nbytes}) of {len(source)} do not fit a slot")
+        first = ctypes.cast(ctypes.c_char_p(source), ctypes.c_void_p).value
+        assert first is not None
+        ctypes.memmove(self._address + slot * self.slot_bytes, first + start, nbytes)
 
     def close(self) -> None:
         """Let nobody wait any more. The memory goes with the process."""

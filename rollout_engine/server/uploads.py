@@ -16,11 +16,11 @@ CHUNK_ALIGNMENT = 8
 """Bytes; chunks start at multiples of it (checksums are summed over 64-bit words)."""
 
 
-def pieces(data: memoryview, limit: int) -> Iterator[tuple[int, memoryview]]:
-    """Cut data into (offset, piece) of at most `limit` bytes; every offset is a multiple of 8."""
+def pieces(size: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes into (offset, size) of at most `limit` bytes; every offset is a multiple of 8."""
     step = limit - limit % CHUNK_ALIGNMENT
-    for start in range(0, len(data), step):
-        yield start, data[start : start + step]
+    for start in range(0, size, step):
+        yield start, min(step, size - start)
 
 
 class Upload:
@@ -81,10 +81,10 @@ class Upload:
             if chunk is None:
                 continue  # the end; should anything follow, the reader refuses it
             tensor = None if chunk.packed else chunk.tensor
-            for start, piece in pieces(chunk.data, ring.slot_bytes):
+            for start, nbytes in pieces(chunk.size, ring.slot_bytes):
                 slot = await ring.acquire(self._call_id)
-                ring.write(slot, piece)
-                self._engine.send(m.Chunk(self._call_id, tensor, chunk.offset + start, slot, len(piece)))
+                ring.write(slot, chunk.data[start : start + nbytes])
+                self._engine.send(m.Chunk(self._call_id, tensor, chunk.offset + start, slot, nbytes))
         self._confirming = True
         await confirm_end()
         self._end(complete=True)
