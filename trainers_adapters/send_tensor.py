@@ -19,7 +19,7 @@ from weight_updater.requests import MAX_STREAMS, BeginReply, Path, UpdateReply, 
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 2 << 20
 """Bytes of a chunk: large for what a message costs, small enough for its copies to stay in the cache."""
 MESSAGES_AHEAD = 2
 """That are made while one is sent."""
