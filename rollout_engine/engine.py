@@ -241,6 +241,7 @@ class Engine:
     def _reply(self, call_id: int, result: Any, error: Exception | None) -> None:
         """Answer a call; the snapshot goes first, so that whoever has the reply sees its effect."""
         self._tell_state()
+        self._uploads.drop(call_id)  # of a stream that was refused before it was looked at, too
         self._answer_to.pop(call_id, self._channel).send(
             messages.Reply(
                 call_id,

@@ -130,10 +130,12 @@ class Stream:
             while not isinstance(message := self._inbox.get(), _Sign):
                 self._room.release()
                 chunk = reader.parse(message)
-                if chunk is not None:
-                    self._pass_on(chunk)
+                if chunk is None:  # the end, whatever becomes of the client now
+                    complete = True
+                    return
+                self._pass_on(chunk)
             if message is _Sign.ENDED:
-                complete = reader.is_whole or not self._gone.wait(BREAK_NEWS_SECONDS)
+                complete = not self._gone.wait(BREAK_NEWS_SECONDS)
         finally:
             if not self._reply.done():
                 self._link.send(m.EndOfChunks(self._call_id, complete))
