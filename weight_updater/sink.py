@@ -63,7 +63,7 @@ class Sink:
         self._arena = arena
         self.hashes = hashing
         self.finds_nonfinite = find_nonfinite
-        self._arrivals = Arrivals(plan.size_of)
+        self._arrivals = Arrivals(plan.size_of, plan.needed, plan.applied)
         self._totals = np.zeros(len(plan.slots), dtype=np.uint64)  # sums of mixed words
         self._nonfinite = np.zeros(len(plan.slots), dtype=np.bool_)
         self._on_cpu = destination is None or destination.device.type == "cpu"
@@ -189,6 +189,10 @@ class Sink:
             self._ended_by = self._ended_by or error
             self._changed.wait_for(lambda: self._num_writing == 0)
 
+    def num_waiting(self) -> tuple[int, int]:
+        """How many tensors that must arrive have not, whole; and how many of those that are written."""
+        return self._arrivals.num_waiting()
+
     def incomplete(self) -> list[tuple[int, int]]:
         """(tensor, bytes that arrived) of every tensor that must arrive and has not, whole."""
         return [
@@ -266,8 +270,7 @@ class Sink:
         with self._changed:
             if self._ended_by is not None:
                 raise self._ended_by
-            taken = self._arrivals.claim(index, offset, end) if data.numel() else None
-            if taken is not None:
+            if data.numel() and (taken := self._arrivals.claim(index, offset, end)) is not None:
                 raise bad_chunk(spec, offset, end, overlap_text(taken))
             self.received_bytes += data.numel()
             self._num_writing += 1
