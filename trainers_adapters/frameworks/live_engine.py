@@ -254,8 +254,8 @@ class LiveEngine:
             raise EngineLost(
                 error.code,
                 error.reason,
-                f"the engine at {self.address} {since} {self.restart_s:g} s: {error.message}{version}. Start it "
-                f"on that address and resume from a checkpoint, or raise restart_s",
+                f"the engine at {self.address} {since} {self.restart_s:g} s: {error.message}{version}. Start "
+                f"it on that address and resume from a checkpoint, or raise restart_s",
             ) from error
         time.sleep(RETRY_S)
 
