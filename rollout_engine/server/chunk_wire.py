@@ -12,6 +12,7 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from rollout_engine.server.convert import invalid
+from rollout_engine.server.unreadable import cannot_be_parsed
 from rollout_engine.v1 import weights_pb2 as pb
 
 _CHUNK_TAG = 0x12  # field 2 of UpdateWeightsFromTensorRequest, length-delimited
@@ -45,10 +46,15 @@ def parse(message: bytes) -> WireMessage:
     """Read a serialised UpdateWeightsFromTensorRequest.
 
     Raises:
-        DecodeError: it is none.
+        EngineError (INVALID_REQUEST): it is none.
     """
     chunk = _plain_chunk(message)
-    return chunk if chunk is not None else unpacked(pb.UpdateWeightsFromTensorRequest.FromString(message))
+    if chunk is not None:
+        return chunk
+    try:
+        return unpacked(pb.UpdateWeightsFromTensorRequest.FromString(message))
+    except DecodeError as error:
+        raise cannot_be_parsed(str(error)) from error
 
 
 def unpacked(message: pb.UpdateWeightsFromTensorRequest) -> WireMessage:
@@ -113,11 +119,8 @@ class ChunkReader:
         """The client has said that nothing follows."""
 
     def parse(self, message: bytes) -> WireChunk | None:
-        """As `take`, of a message off the wire."""
-        try:
-            return self.take(parse(message))
-        except DecodeError:
-            invalid(f"message {self._number + 1} of the stream", "is no message of this call")
+        """As `take`, of a message off the wire; raises what `parse` does."""
+        return self.take(parse(message))
 
     def take(self, message: WireMessage) -> WireChunk | None:
         """The chunk that a message brings; None for the end.

@@ -22,7 +22,6 @@ from typing import Any
 
 import grpc
 import msgspec
-from google.protobuf.message import DecodeError
 
 from rollout_engine import messages as m
 from rollout_engine.channel import HEADER, Channel
@@ -178,10 +177,7 @@ class ReceiverService:
 
 
 def _header(message: bytes | None) -> pb.UpdateWeightsFromTensorHeader:
-    try:
-        first = None if message is None else parse(message)
-    except DecodeError:
-        first = None
+    first = None if message is None else parse(message)
     if not isinstance(first, pb.UpdateWeightsFromTensorRequest) or first.WhichOneof("message") != "header":
         convert.invalid("the first message of the stream", "must be the header")
     return first.header

@@ -7,6 +7,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout_engine.errors import EngineError
 from rollout_engine.server.chunk_wire import ChunkReader, WireChunk, parse
 from rollout_engine.v1 import weights_pb2 as pb
 from weight_updater.errors import UpdateRefused
@@ -71,7 +72,7 @@ def read(message: bytes) -> Request | None:
     """What `parse` makes of a message, as the library's own class; None if it refuses."""
     try:
         found = parse(message)
-    except DecodeError:
+    except EngineError:
         return None
     if not isinstance(found, WireChunk):
         assert found.WhichOneof("message") != "chunk"
@@ -155,5 +156,5 @@ def test_what_may_not_follow_the_header(message, text):
 
 
 def test_bytes_that_are_no_message():
-    with pytest.raises(UpdateRefused, match="message 1 of the stream is no message of this call"):
+    with pytest.raises(EngineError, match="cannot be parsed"):
         ChunkReader().parse(b"\x12\x7f")
