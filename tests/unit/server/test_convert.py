@@ -143,6 +143,7 @@ def shm(**fields) -> weights_pb2.SharedMemorySegment:
     )
 
 
+@pytest.mark.case("B104")
 def test_ipc_handles_become_regions():
     handle = weights_pb2.MemoryHandle(allocation_id="A", size=8, posix_shm=shm(size=0, allocation_id=""))
     placement = weights_pb2.RegionPlacement(tensor=1, handle=0, offset=256)
