@@ -63,6 +63,13 @@ class OpenUpdate:
     transfer_s: float = 0.0
     verify_s: float = 0.0
     directory: str = ""  # that the disk path read
+    has_checksums: bool = field(init=False)  # of every tensor that must arrive, and they are compared
+
+    def __post_init__(self) -> None:
+        checksums = self.plan.manifest.checksums
+        self.has_checksums = not self.request.skip_checksums and (
+            None not in checksums or all([checksums[index] is not None for index in self.plan.needed])
+        )
 
     @property
     def update_id(self) -> str:
