@@ -34,13 +34,18 @@ class Channel:
 
     def frames(self) -> Iterator[bytes]:
         """Yield the payload of each frame until the other end closes or dies."""
-        stream = self._stream
-        while len(header := stream.read(HEADER.size)) == HEADER.size:
+        while len(header := self._read(HEADER.size)) == HEADER.size:
             (length,) = HEADER.unpack(header)
-            payload = stream.read(length)
+            payload = self._read(length)
             if len(payload) < length:
                 return
             yield payload
+
+    def _read(self, num_bytes: int) -> bytes:
+        try:
+            return self._stream.read(num_bytes)
+        except ConnectionResetError:  # the other end was killed with messages that it had not read yet
+            return b""
 
     def commands(self) -> Iterator[messages.Command]:
         """Yield decoded commands until the front closes or dies."""

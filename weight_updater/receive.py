@@ -136,8 +136,11 @@ class Receivers:
 
     def tick(self, now: float) -> None:
         """LOOP. Let go, once a second, of memory whose trainer was done with it without a word."""
-        if self._segments is not None and now >= self._next_look:
-            self._next_look = now + LOOK_S
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        self.mappings.drop_unlinked()
+        if self._segments is not None:
             self._segments.drop_unlinked()
 
     def look(self, update: OpenUpdate, request: Request) -> Callable[[], None] | None:

@@ -13,7 +13,7 @@ from tests.faults.stand import LEASE_S, Stand, until
 from tests.faults.verdict import Ledger, allowed, check_records
 from tests.faults.weights import PROMPT, NUM_GREEDY
 from tests.wire.trainer import Named
-from trainers_adapters import RollsyncError, push_weights
+from trainers_adapters import RollsyncError, TensorStream, push_weights
 
 BEFORE_COMMIT = ("start", "staging", "begun", "transfer", "sent", "prepared")
 STALL_S = 1.6 * LEASE_S
@@ -246,7 +246,10 @@ class Player:
         version = self._ledger.highest + 1
         self._ledger.expect(version, version)
         source = Named(self._ledger.weights(version).items())
-        report = push_weights(source, self._stand.weights, version, inflight="abort", timeout_s=30.0)
+        stream = TensorStream(chunk_bytes=16384)
+        report = push_weights(
+            source, self._stand.weights, version, via=stream, inflight="abort", timeout_s=30.0
+        )
         assert report.version == version
         assert self._check_serves(version, version) == "new"
         self._ledger.observe(self._stand.state())

@@ -109,12 +109,12 @@ class Stand:
 
     def check_given_back(self) -> None:
         """Everything that the round took is there again, and shared memory is as it was."""
+        sweep()  # what the next creation of a segment does; the engine lets go of what that removed
         deadline = time.monotonic() + GIVEN_BACK_S
         while excess := self._excess():
             if time.monotonic() > deadline:
                 raise AssertionError(f"not given back: {excess}\n{_open_files(self.engine_pid)}")
             time.sleep(0.05)
-        sweep()  # what the next creation of a segment does
         left = _ownerless() - self.shm_before
         assert not left, f"left in /dev/shm: {left}"
 
