@@ -12,6 +12,7 @@ of the connection goes away first, the child is killed, and when stdin ends, all
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import mmap
@@ -240,6 +241,7 @@ class _Parent:
             self._selector.close()
             os.setsid()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            faulthandler.register(signal.SIGUSR1, all_threads=True)  # a hung process tells where
             code = self._roles[role](fds, control=self._control, stub=self._stub, **arguments)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1

@@ -64,6 +64,7 @@ class Plan:
     full: str
     directory: str
     version: int
+    lease_s: float
 
 
 class Script:
@@ -241,7 +242,7 @@ def _send(script: Script, client: Reporting) -> None:
                     staging=plan.staging,
                     inflight=plan.inflight,
                     keep_previous=plan.keep_previous,
-                    lease_s=1.0,
+                    lease_s=plan.lease_s,
                     timeout_s=30.0,
                 )
                 version = report.version
@@ -263,7 +264,7 @@ def _in_steps(script: Script, client: Reporting, source: Source, sender: Sender)
         staging=Staging(plan.staging),
         inflight=Inflight(plan.inflight),
         keep_previous=plan.keep_previous,
-        lease_s=1.0,
+        lease_s=plan.lease_s,
         **fields,
     )
     if plan.form == "one call":
@@ -307,11 +308,11 @@ def _adopt(script: Script, client: Reporting) -> None:
     arena = AdoptedArena(client, MODEL)
     if plan.second:
         script.live = False
-        with arena.update(inflight=plan.inflight, lease_s=1.0, timeout_s=30.0):
+        with arena.update(inflight=plan.inflight, lease_s=plan.lease_s, timeout_s=30.0):
             write_into(MODEL, first)
         script.say(moved=arena.report.version)
         script.live = True
-    with arena.update(plan.version, inflight=plan.inflight, lease_s=1.0, timeout_s=30.0):
+    with arena.update(plan.version, inflight=plan.inflight, lease_s=plan.lease_s, timeout_s=30.0):
         for index, (name, parameter) in enumerate(arena._module.named_parameters()):
             if index == plan.at % 8:
                 script.reach("transfer")
