@@ -43,9 +43,10 @@ class Channel:
 
     def _read(self, num_bytes: int) -> bytes:
         try:
-            return self._stream.read(num_bytes)
+            data: bytes = self._stream.read(num_bytes)
         except ConnectionResetError:  # the other end was killed with messages that it had not read yet
             return b""
+        return data
 
     def commands(self) -> Iterator[messages.Command]:
         """Yield decoded commands until the front closes or dies."""

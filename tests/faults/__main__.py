@@ -1,7 +1,7 @@
 """Faults on request.
 
-    python -m tests.faults soak --minutes 10 [--seed N]    rounds at random; counts go to counts.json
-    python -m tests.faults repeat "disk / host / begun / kill trainer / 4711"
+python -m tests.faults soak --minutes 10 [--seed N]    rounds at random; counts go to counts.json
+python -m tests.faults repeat "disk / host / begun / kill trainer / 4711"
 """
 
 from __future__ import annotations
@@ -61,32 +61,42 @@ def add_counts(more: Counter[str]) -> int:
 
 
 def soak(minutes: float, seed: int) -> int:
-    """Rounds until the time is over; a round that fails is told with its line, and ends the run."""
+    """Rounds until the time is over. A round that fails is told with its line; the others go on elsewhere."""
     deadline = time.monotonic() + minutes * 60
-    played: Counter[str] = Counter()
+    rounds = endless(seed, read_counts())
+    num_held = num_failed = 0
     print(f"seed {seed}", flush=True)
-    try:
-        with playground() as player:
-            for round_ in endless(seed, read_counts()):
-                if time.monotonic() > deadline:
-                    break
-                _play(player, round_)
-                played[round_.key] += 1
-                if played.total() % 25 == 0:
-                    left = (deadline - time.monotonic()) / 60
-                    print(f"{played.total()} rounds held, {left:.1f} minutes left", flush=True)
-    finally:
-        print(f"{played.total()} rounds held; {add_counts(played)} in all", flush=True)
-    return 0
+    while time.monotonic() < deadline:
+        played: Counter[str] = Counter()
+        try:
+            with playground() as player:
+                _soak(player, rounds, deadline, played)
+        except AssertionError:
+            traceback.print_exc()
+            num_failed += 1
+        finally:
+            num_held += played.total()
+            print(f"{num_held} rounds held, {num_failed} failed; {add_counts(played)} in all", flush=True)
+    return min(1, num_failed)
 
 
-def _play(player: Player, round_: Round) -> None:
-    started = time.monotonic()
-    try:
-        player.play(round_)
-    except BaseException:
-        print(f"FAILED after {time.monotonic() - started:.1f} s; it is repeated by\n  {round_.line}", flush=True)
-        raise
+def _soak(player: Player, rounds: Iterator[Round], deadline: float, played: Counter[str]) -> None:
+    for round_ in rounds:
+        if time.monotonic() > deadline:
+            return
+        started = time.monotonic()
+        try:
+            player.play(round_)
+        except BaseException:
+            print(
+                f"FAILED after {time.monotonic() - started:.1f} s; repeat it by\n  {round_.line}", flush=True
+            )
+            raise
+        played[round_.key] += 1
+        if played.total() % 25 == 0:
+            print(
+                f"{played.total()} rounds, {(deadline - time.monotonic()) / 60:.1f} minutes left", flush=True
+            )
 
 
 def repeat(text: str, times: int) -> int:
@@ -99,7 +109,9 @@ def repeat(text: str, times: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     soaking = commands.add_parser("soak")
     soaking.add_argument("--minutes", type=float, default=10.0)

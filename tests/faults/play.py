@@ -12,7 +12,7 @@ from tests.faults.nursery import Forked
 from tests.faults.rounds import Round
 from tests.faults.stand import LEASE_S, Stand, until
 from tests.faults.verdict import Ledger, allowed, check_records
-from tests.faults.weights import PROMPT, NUM_GREEDY
+from tests.faults.weights import NUM_GREEDY, PROMPT
 from tests.wire.trainer import Named
 from trainers_adapters import RollsyncError, TensorStream, push_weights
 
@@ -166,7 +166,6 @@ class Player:
             outcome.rolled_back = True
         if not passing and strike != "close channel":
             trainer.say("go")
-
 
     # ------------------------------------------------------------ after it
 

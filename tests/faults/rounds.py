@@ -99,7 +99,7 @@ def pairwise(seed: int, at_least: int) -> list[Round]:
     chosen: list[Round] = []
     while needed - seen or len(chosen) < at_least:
         rng.shuffle(kinds)
-        best = max(kinds, key=lambda k: (10 * len(_pairs(k[:3]) - seen) + len(_pairs(k) - seen)))
+        best = max(kinds, key=lambda k: 10 * len(_pairs(k[:3]) - seen) + len(_pairs(k) - seen))
         seen |= _pairs(best)
         chosen.append(Round(*best, rng.randrange(1, 1_000_000)))
     rng.shuffle(chosen)
