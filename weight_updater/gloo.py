@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import (
     ProcessGroupGloo,
     Work,
 )
+from torch.distributed import DistNetworkError
 
 from weight_updater.buckets import BucketPlan
 from weight_updater.meeting import (
@@ -136,6 +137,16 @@ class GlooGroup:
             return not self._store.check([FAILED])
         except RuntimeError:
             return False
+
+    def rank_0_gone(self) -> bool:
+        """Whether rank 0 has left or died. One that is slow to answer is not gone."""
+        try:
+            self._store.check([FAILED])
+        except DistNetworkError:
+            return True
+        except RuntimeError:
+            return False
+        return False
 
     def abort(self, text: str) -> None:
         """Give up: whoever waits, here or at another rank, gets an error with `text` soon. ANY THREAD."""

@@ -12,7 +12,8 @@ halves, so that the engine copies one while the next arrives.
     -> {"do": "give_up", "text": ...}            tells the other ranks, then ends
     any error                                    <- {"is": "error", "reason": ..., "text": ..., "usable": ...}
 
-The end of stdin ends the process, whatever it waits for.
+The end of stdin ends the process, whatever it waits for. So does the death of rank 0, unless a command is
+being carried out, which then fails: a trainer that was killed cannot say that its group is over.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from weight_updater.shm import SharedSegment
 
 Message = dict[str, Any]
 
+LOOK_S = 1.0
+"""How often an idle child looks whether rank 0 is still there."""
+
 
 class Child:
     """Carries out commands, one after another, on one thread; `give_up` may come in between."""
@@ -51,7 +55,12 @@ class Child:
         """Until the process ends."""
         answer({"is": "ready"})
         while True:
-            command = self.commands.get()
+            try:
+                command = self.commands.get(timeout=LOOK_S)
+            except queue.Empty:
+                if self.group is not None and self.group.rank_0_gone():
+                    os._exit(0)  # the engine sees that, and forgets the group
+                continue
             try:
                 self._do(command)
             except UpdateRefused as error:

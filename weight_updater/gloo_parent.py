@@ -71,6 +71,10 @@ class ChildGroup:
         except UpdateError:
             return False
 
+    def ended(self) -> bool:
+        """Whether the child is gone, which it is soon after the trainer. Asks nobody."""
+        return self._process.poll() is not None
+
     def receive_header(self, plan: BucketPlan, timeout_s: float, limit: float | None) -> None:
         """Lend the child its two halves and let it agree with rank 0.
 

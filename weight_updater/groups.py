@@ -133,6 +133,16 @@ class GroupRegistry:
         with self._lock:
             return sorted(self._groups)
 
+    def drop_ended(self) -> None:
+        """LOOP. Forget the groups that nobody uses and whose trainer died without a word."""
+        with self._lock:
+            groups = list(self._groups.values())
+        for group, busy in groups:
+            if isinstance(group, ChildGroup) and group.ended() and busy.acquire(blocking=False):
+                self._forget(group)
+                group.close()
+                busy.release()
+
     def close(self) -> None:
         """Leave all groups."""
         for name in self.names:
