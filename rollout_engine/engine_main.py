@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import secrets
 import socket
 import sys
@@ -19,19 +18,20 @@ from rollout_engine.config import ServeConfig
 from rollout_engine.engine import Engine
 from rollout_engine.errors import ConfigError, EngineError, Reason
 from rollout_engine.kv.capacity import KvCapacity
+from rollout_engine.logs import configure, get_log, log_uncaught
 from rollout_engine.messages import EngineInfo, ErrorInfo, Failed, KvArithmetic, Ready
 from rollout_engine.replies import error_info
 from rollout_engine.rows import Limits
+from rollout_engine.runner.copy_rate import measure_copy_rate
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.scheduler import Scheduler
-from rollout_engine.update_flow import measure_copy_rate
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import UpdateError
 from weight_updater.preloaded import PreloadedWeights
 from weight_updater.requests import DEFAULT_BUCKET_BYTES
 from weight_updater.updater import WeightUpdater
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 GIL_SWITCH_SECONDS = 0.0005
 """How long a receiver's thread may keep the loop from the interpreter; Python's own 5 ms is a decode step."""
@@ -43,16 +43,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True, help="socket to the front process")
     fd = parser.parse_args(arguments).fd
     sys.setswitchinterval(GIL_SWITCH_SECONDS)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure("text", "info", "engine")  # until it is known how
+    log_uncaught()
     channel = Channel(socket.socket(fileno=fd))
     try:
         config = ServeConfig.model_validate_json(next(iter(channel.frames())))
+        configure(config.log_format, config.log_level, "engine")
         build(config, channel).run()
     except (ConfigError, EngineError, UpdateError) as error:
         channel.send(Failed(_start_error(error)))
         return 1
     except Exception as error:  # the front must learn why, whatever it is
-        logger.exception("the engine died")
+        log.exception("engine_died", error)
         message = f"{type(error).__name__}: {error}"
         channel.send(Failed(ErrorInfo("engine", str(Reason.INTERNAL), message)))
         raise

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from rollout_engine.records import SequenceRecord, UpdateRecord, WorkCounts
 from rollout_engine.sampling import SamplingParams
 from weight_updater.requests import (
     BeginUpdate,
@@ -281,6 +282,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int = 0
     hidden_states: list[bytes] = []
     weight_version: int = 0
+    record: SequenceRecord | None = None  # on the last output
 
 
 class Outputs(Message, frozen=True):
@@ -323,6 +325,14 @@ class Snapshot(Message, frozen=True):
     total_bytes: int = 0
     paused_by: str = ""
     released_tags: list[str] = []
+    open_update_version: int = 0  # what it will bring
+    work: WorkCounts = msgspec.field(default_factory=WorkCounts)
+
+
+class UpdateEnded(Message, frozen=True):
+    """An update has ended, however it did; comes before the reply that says so."""
+
+    record: UpdateRecord
 
 
 class KvArithmetic(msgspec.Struct, frozen=True):
@@ -373,7 +383,7 @@ class Failed(Message, frozen=True):
     error: ErrorInfo
 
 
-Event = Reply | Outputs | RequestRefused | ChunkTaken | Snapshot | Ready | Failed
+Event = Reply | Outputs | RequestRefused | ChunkTaken | Snapshot | UpdateEnded | Ready | Failed
 
 encoder = msgspec.msgpack.Encoder()
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

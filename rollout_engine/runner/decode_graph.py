@@ -9,7 +9,6 @@ B = rows of a batch, S = captured size, D = hidden size, V = vocabulary
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,12 @@ import torch
 from rollout_engine.batch.forward import ForwardBatch, SamplingInfo, write_slots
 from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from rollout_engine.kv.capacity import max_decode_logits_rows
+from rollout_engine.logs import get_log
 from rollout_engine.ops.fused import kernels_for
 from rollout_engine.runner.pending import PendingStep
 from rollout_engine.runner.sampler import sample
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 WARM_UP_PASSES = 2
 """Before a capture: kernels are compiled and workspaces taken outside the graph."""
@@ -115,8 +115,7 @@ class DecodeCudaGraphRunner:
                 pool = self._capture(size, pool)
         runner.forward_stream.synchronize()
         self._identities = {name: _identity(tensor) for name, tensor in self._storages.items()}
-        sizes = ", ".join(map(str, self._sizes))
-        logger.info("captured decode graphs of %s rows in %.2f s", sizes, time.monotonic() - started)
+        log.info("graphs_captured", rows=list(self._sizes), seconds=round(time.monotonic() - started, 2))
 
     def _capture(self, size: int, pool: Any) -> Any:
         runner = self._runner

@@ -6,7 +6,6 @@ next one must know of: __init__, initialize, alloc_memory_pool, init_attention_b
 
 from __future__ import annotations
 
-import logging
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from rollout_engine.batch.packing import Packer
 from rollout_engine.batch.schedule import ScheduleBatch, StepResult
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError
+from rollout_engine.logs import get_log
 from rollout_engine.models.config import ModelConfig
 from rollout_engine.models.registry import MODELS
 from rollout_engine.models.weights import build_model, fill_random
@@ -33,7 +33,7 @@ from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
 from weight_updater.preloaded import PreloadedWeights
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 SPLIT_PREFILL_LAYERS = 4
 """Layers per group when forward() runs a SPLIT_PREFILL batch by itself."""
@@ -176,7 +176,7 @@ class ModelRunner:
         if not self.config.cuda_graphs or not sizes:
             return
         if kernels_for(self.last_tokens) is None or not self.attn_backend.captures:
-            logger.warning("decode passes are not captured: %s attention", self.attention_backend_name)
+            log.warning("graphs_not_captured", attention_backend=self.attention_backend_name)
             return
         self.decode_graph = DecodeCudaGraphRunner(self, sizes, self._captured_storages())
         self.decode_graph.capture()

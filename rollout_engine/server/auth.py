@@ -10,16 +10,22 @@ import grpc
 
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError, EngineError, Reason
-from rollout_engine.server.status import abort
+from rollout_engine.server.status import abort, kind_of
+from rollout_engine.server.tally import Tally
 
 OPEN_PREFIX = "/grpc.health.v1.Health/"
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Refuses every call without `authorization: Bearer TOKEN`, and does not say what was wrong with it."""
+    """Refuses every call without `authorization: Bearer TOKEN`, and does not say what was wrong with it.
 
-    def __init__(self, token: str) -> None:
+    Args:
+        tally: counts the refusals.
+    """
+
+    def __init__(self, token: str, tally: Tally) -> None:
         self._expected = token.encode()
+        self._tally = tally
 
     async def intercept_service(
         self,
@@ -31,21 +37,23 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
         ):
             return await continuation(handler_call_details)
         # Streams both ways, so that it answers before it reads anything.
-        return grpc.stream_stream_rpc_method_handler(_deny)
+        return grpc.stream_stream_rpc_method_handler(self._deny)
 
     def _is_allowed(self, metadata: Any) -> bool:
         values = [value for key, value in metadata or () if key == "authorization"]
-        if len(values) != 1:
-            return False
-        scheme, _, token = values[0].partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.encode(), self._expected)
+        return len(values) == 1 and is_bearer(values[0], self._expected)
+
+    async def _deny(self, _: Any, context: grpc.aio.ServicerContext) -> None:
+        text = "this engine wants a token: send `authorization: Bearer TOKEN`"
+        error = EngineError(Reason.UNAUTHENTICATED, text)
+        self._tally.errored(kind_of(error), error.reason)
+        await abort(context, error)
 
 
-async def _deny(_: Any, context: grpc.aio.ServicerContext) -> None:
-    await abort(
-        context,
-        EngineError(Reason.UNAUTHENTICATED, "this engine wants a token: send `authorization: Bearer TOKEN`"),
-    )
+def is_bearer(authorization: str, token: bytes) -> bool:
+    """Whether a header's value is `Bearer TOKEN`; takes as long for a wrong token as for a right one."""
+    scheme, _, given = authorization.partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), token)
 
 
 def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:

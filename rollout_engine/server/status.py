@@ -7,7 +7,6 @@ Every error that leaves the front carries trailing metadata: `rollsync-reason`, 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -16,12 +15,13 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from rollout_engine.errors import EngineError
 from rollout_engine.errors import Reason as EngineReason
+from rollout_engine.logs import get_log
 from rollout_engine.messages import ErrorInfo
 from rollout_engine.v1 import rollout_pb2
 from weight_updater.errors import Reason as UpdateReason
 from weight_updater.errors import UpdateError, UpdateRefused, WeightsTorn
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 Code = grpc.StatusCode
 DomainError = EngineError | UpdateError
@@ -128,6 +128,8 @@ async def abort(context: grpc.aio.ServicerContext, error: DomainError) -> NoRetu
 def guarded(service: ServiceDescriptor) -> Callable[[Servicer], Servicer]:
     """Class decorator: every RPC of `service` ends in a status of the tables above.
 
+    The class has a `tally`, which counts the errors.
+
     An exception that is no domain error is a bug of ours: the log gets the traceback, the caller a
     short text without any of it, since an exception's text may carry paths or secrets.
 
@@ -151,16 +153,15 @@ def _guard(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
         try:
             return await handler(self, request, context)
         except (EngineError, UpdateError) as error:
+            self.tally.errored(kind_of(error), error.reason)
             await abort(context, error)
         except grpc.aio.BaseError:  # an abort that the handler made itself
             raise
-        except Exception:
-            log.exception("%s failed", handler.__name__)
-            await abort(
-                context,
-                EngineError(
-                    EngineReason.INTERNAL, f"{handler.__name__}: internal error; the engine's log has it"
-                ),
-            )
+        except Exception as bug:
+            log.exception("rpc_failed", bug, rpc=handler.__name__)
+            text = f"{handler.__name__}: internal error; the engine's log has it"
+            internal = EngineError(EngineReason.INTERNAL, text)
+            self.tally.errored(kind_of(internal), internal.reason)
+            await abort(context, internal)
 
     return answer
