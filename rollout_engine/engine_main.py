@@ -11,6 +11,7 @@ import gc
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 from rollout_engine.channel import Channel
@@ -73,6 +74,7 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
     Raises:
         ConfigError, EngineError, UpdateError: the model or the configuration cannot be served.
     """
+    started = time.monotonic()
     runner = ModelRunner(config)
     descriptor = config.arena_descriptor
     preloaded = PreloadedWeights(str(descriptor), runner.device) if descriptor else None
@@ -125,6 +127,15 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
     # What is loaded by now lives as long as the process; no collection of garbage need look at it again.
     gc.collect()
     gc.freeze()
+    log.info(
+        "engine_ready",
+        model=str(config.model),
+        device=str(runner.device),
+        num_weight_bytes=arena_bytes,
+        num_pages=num_pages,
+        num_kv_bytes=arithmetic.kv_bytes,
+        seconds=round(time.monotonic() - started, 3),
+    )
     channel.send(Ready(info(), uploads.name, uploads.slots, uploads.slot_bytes))
     return engine
 

@@ -140,9 +140,9 @@ def _shown(value: Any) -> str:
     """A value that reads as one word; quoted where it would not, so that no value can look like a line."""
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, str) and value and value.isprintable() and not set(value) & set(' "='):
-        return value
-    return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str) and value.isprintable():
+        return value if value and not set(value) & set(' "=') else json.dumps(value, ensure_ascii=False)
+    return json.dumps(value)
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):

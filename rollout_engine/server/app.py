@@ -260,10 +260,11 @@ def _say_serving(running: RunningServer) -> None:
     version = running.engine.state.weight_version
     if config.log_format == "text":
         print(f"rollsync: serving {config.model} on {running.address} (weight version {version})", flush=True)
+    metrics = running.observers.metrics_address
     log.info(
         "serving",
         address=running.address,
-        metrics_address=running.observers.metrics_address,
+        **({"metrics_address": metrics} if metrics else {}),
         model=str(config.model),
         architecture=info.architecture,
         device=info.device,

@@ -248,7 +248,7 @@ class EngineClient:
             reason = f"{self._failed.message} ({reason})"
         self.death_reason = reason
         dead = EngineError(Reason.ENGINE_DEAD, reason)
-        if not self.stopping:
+        if not self.stopping and self._failed is None:  # else it has told why itself
             log.error("engine_dead", reason=reason)
         self.tally.engine_gone(asked=self.stopping)
         if not self._ready.done():
