@@ -13,6 +13,7 @@ from rollout_engine.cli.generate import generate
 from rollout_engine.cli.reload import reload
 from rollout_engine.cli.serve import serve
 from rollout_engine.cli.status import status
+from rollout_engine.cli.top import top
 from rollout_engine.cli.warmup import warmup
 
 app = typer.Typer(
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, generate, reload, status, warmup, demo):
+for command in (serve, generate, reload, status, top, warmup, demo):
     app.command()(command)
 
 
