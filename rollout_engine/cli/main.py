@@ -10,6 +10,7 @@ import typer
 
 from rollout_engine.cli.demo import demo
 from rollout_engine.cli.generate import generate
+from rollout_engine.cli.plot import plot
 from rollout_engine.cli.reload import reload
 from rollout_engine.cli.serve import serve
 from rollout_engine.cli.status import status
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, generate, reload, status, top, warmup, demo):
+for command in (serve, generate, reload, status, top, plot, warmup, demo):
     app.command()(command)
 
 
