@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from rollout_engine.cli.demo import demo
+from rollout_engine.cli.doctor import doctor
 from rollout_engine.cli.generate import generate
 from rollout_engine.cli.plot import plot
 from rollout_engine.cli.reload import reload
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, generate, reload, status, top, plot, warmup, demo):
+for command in (serve, generate, reload, status, top, plot, doctor, warmup, demo):
     app.command()(command)
 
 
