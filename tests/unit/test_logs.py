@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import threading
 import warnings
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -148,3 +150,26 @@ def test_others_handlers_get_a_sentence(caplog):
     with caplog.at_level("INFO"):
         log.info("update_committed", version=7)
     assert caplog.messages == ["update_committed version=7"]
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_docs_have_every_event_and_no_other():
+    code = "\n".join(
+        path.read_text()
+        for package in ("rollout_engine", "weight_updater")
+        for path in (ROOT / package).rglob("*.py")
+    )
+    logged = set(re.findall(r'\blog\.(?:debug|info|warning|error|exception)\(\s*"(\w+)"', code))
+    logged |= set(re.findall(r'extra=\{"event": "(\w+)"', code))
+    logged |= set(re.findall(r'"(\w+)" if state == "paused" else "(\w+)", \*\*fields', code)[0])
+    logged |= {"update_committed", "update_rolled_back"}  # f"update_{record.end}"
+    docs = (ROOT / "docs" / "seeing.md").read_text()
+    table = docs[docs.index("| event | level |") : docs.index("The token never appears")]
+    documented = {
+        name
+        for cell in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", cell)
+    }
+    assert documented == logged - {"metrics_request"}  # at debug level, one for each scrape
