@@ -11,6 +11,7 @@ import typer
 from rollout_engine.cli.demo import demo
 from rollout_engine.cli.doctor import doctor
 from rollout_engine.cli.generate import generate
+from rollout_engine.cli.http import http
 from rollout_engine.cli.plot import plot
 from rollout_engine.cli.reload import reload
 from rollout_engine.cli.serve import serve
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, generate, reload, status, top, plot, doctor, warmup, demo):
+for command in (serve, generate, reload, status, top, plot, doctor, http, warmup, demo):
     app.command()(command)
 
 

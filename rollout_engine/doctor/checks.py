@@ -20,6 +20,7 @@ ALLOC_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 EXTRAS = {
     "metrics": "serve --metrics-port",
     "plot": "rollsync plot",
+    "http": "rollsync http",
     "gpu": "attention on GPUs",
 }
 

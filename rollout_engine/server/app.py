@@ -28,6 +28,7 @@ from rollout_engine.server.health import EngineHealth
 from rollout_engine.server.observers import Observers
 from rollout_engine.server.rollout_service import RolloutService
 from rollout_engine.server.text import TextCodec, load_tokenizer
+from rollout_engine.server.unreadable import ReadingInterceptor
 from rollout_engine.server.weights_service import WeightsService
 from rollout_engine.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
 from weight_updater.errors import UpdateError
@@ -165,9 +166,9 @@ async def _open(
     credentials: grpc.ServerCredentials | None,
     observers: Observers,
 ) -> RunningServer:
-    interceptors = []
+    interceptors: list[grpc.aio.ServerInterceptor] = [ReadingInterceptor(SERVICES)]
     if config.token is not None:
-        interceptors.append(TokenInterceptor(config.token.get_secret_value(), observers.tally))
+        interceptors.insert(0, TokenInterceptor(config.token.get_secret_value(), observers.tally))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(config))
     draining = asyncio.Event()
     health = EngineHealth(engine, SERVICES)
