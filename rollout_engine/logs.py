@@ -1,4 +1,4 @@
-"""Structured logs of both processes: each line has a time, a level, the process, an event and its fields.
+"""Structured logs of all processes: each line has a time, a level, the process, an event and its fields.
 
     log = get_log(__name__)
     log.info("update_committed", update_id="step-7", version=7)
@@ -71,7 +71,7 @@ class LineFormatter(logging.Formatter):
     """Makes one line of a record.
 
     Args:
-        process: front or engine.
+        process: front, engine or receiver.
         secrets: texts that must not appear; wherever a value holds one, REDACTED stands in its place.
     """
 
@@ -164,7 +164,7 @@ def configure(format: Format, level: Level, process: str, *, secrets: Sequence[s
     """Send every log of this process, warnings included, to stderr in one form; again to change the form.
 
     Args:
-        process: what lines call this process: front or engine.
+        process: what lines call this process: front, engine or receiver.
         secrets: texts that must never appear.
     """
     handler = StderrHandler()

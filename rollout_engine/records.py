@@ -36,6 +36,17 @@ class WorkCounts:
         self.num_prefix_hits += num_cached_tokens > 0
 
 
+class KvArithmetic(msgspec.Struct, frozen=True):
+    """Bytes behind the page pool (see kv/capacity.py)."""
+
+    pre_model_load_bytes: int
+    available_bytes: int
+    reserved_bytes: int
+    preloaded_weights_bytes: int
+    kv_bytes: int
+    bytes_per_page: int
+
+
 class SequenceRecord(msgspec.Struct, frozen=True, array_like=True):
     """A sequence that has ended; part of its last output.
 

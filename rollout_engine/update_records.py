@@ -89,7 +89,7 @@ class UpdateRecords:
 
     def _ended(self, update: OpenUpdate, error: UpdateError) -> None:
         """An update that was open was refused or torn, by whatever ended it."""
-        spent = StageSeconds(transfer=update.transfer_s, verify=update.verify_s)
+        spent = StageSeconds(transfer=update.transfer.seconds, verify=update.verify_s)
         self._ready.append(
             UpdateRecord(
                 update_id=update.update_id,

@@ -52,6 +52,9 @@ def serve(
     log_level: Annotated[str | None, _flag("debug, info, warning or error.")] = None,
     max_message_bytes: Annotated[int | None, _flag("Limit of one gRPC message.")] = None,
     upload_slots: Annotated[int | None, _flag("Slots of the upload ring.")] = None,
+    stream_receivers: Annotated[
+        int | None, _flag("Processes that take chunks of weights at ports of their own.")
+    ] = None,
     weights_roots: Annotated[
         list[Path] | None, _flag("Disk updates may read below it; repeatable.", "--weights-root")
     ] = None,

@@ -32,6 +32,7 @@ from tests.wire.fake_replies import (
     Script,
     begin_reply,
     engine_info,
+    listed,
     sequence_record,
     update_record,
     update_reply,
@@ -234,7 +235,7 @@ class FakeEngine:
 
     def handle(self, command: m.Command) -> None:
         name = type(command).__name__
-        fields = msgspec.to_builtins(command)
+        fields = msgspec.to_builtins(command, enc_hook=listed)
         if isinstance(command, m.SubmitRequest):  # without what is long
             fields = {"request_id": command.request_id, "stream": command.stream}
             fields |= {"seed": command.params.seed, "token_ids": command.token_ids[:16]}
@@ -383,6 +384,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("script")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--receivers-fd", type=int)
     arguments = parser.parse_args()
     script = Script(**json.loads(arguments.script))
     FakeEngine(script, socket.socket(fileno=arguments.fd)).run()

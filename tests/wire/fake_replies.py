@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rollout_engine import messages as m
 from rollout_engine.records import SequenceRecord, UpdateRecord
@@ -12,6 +13,7 @@ from weight_updater.requests import (
     BeginReply,
     BeginUpdate,
     Layout,
+    Manifest,
     Path,
     Placement,
     StageSeconds,
@@ -64,6 +66,11 @@ class Running:
     index: int
     sent: int = 0
     kept: list[tuple[int, float]] = field(default_factory=list)
+
+
+def listed(manifest: Manifest) -> dict[str, Any]:
+    """A manifest for the log."""
+    return {"tensors": [asdict(tensor) for tensor in manifest.tensors]}
 
 
 def weight_bytes(name: str, offset: int, nbytes: int) -> bytes:

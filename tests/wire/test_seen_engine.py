@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,8 +72,8 @@ class WrongChecksum(ModuleSource):
 
     def manifest(self, **options) -> Manifest:
         manifest = super().manifest(**options)
-        first, *others = manifest.tensors
-        return replace(manifest, tensors=(replace(first, checksum=first.checksum ^ 1), *others))
+        first, *others = (tensor.checksum for tensor in manifest.tensors)
+        return manifest.with_checksums([first ^ 1, *others])
 
 
 def test_every_end_of_an_update_is_recorded_once(engine, senders, model):
