@@ -108,7 +108,7 @@ class Sink:
         """
         sizes = self.plan.sizes
         tensors, places = np.asarray(indexes, dtype=np.int64), np.asarray(positions, dtype=np.int64)
-        small = self._small(tensors)
+        small = self._small(tensors) & (data.device.type == "cpu")
         for index, position in zip(tensors[~small].tolist(), places[~small].tolist(), strict=True):
             self.write(index, 0, data[position : position + sizes[index]])
         if small.any():
