@@ -22,9 +22,9 @@ from rollout_engine.kv.capacity import KvCapacity
 from rollout_engine.messages import EngineInfo, ErrorInfo, Failed, KvArithmetic, Ready
 from rollout_engine.replies import error_info
 from rollout_engine.rows import Limits
+from rollout_engine.runner.memory import measure_copy_rate
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.scheduler import Scheduler
-from rollout_engine.update_flow import measure_copy_rate
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import UpdateError
 from weight_updater.preloaded import PreloadedWeights

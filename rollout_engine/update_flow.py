@@ -17,8 +17,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-import torch
-
 from rollout_engine import messages
 from rollout_engine.flows import Flow, OffLoop, Until
 from rollout_engine.scheduler import Scheduler
@@ -135,7 +133,7 @@ class UpdateFlow:
             begun = yield from self._begin(command.begin)
             request = dataclasses.replace(request, update_id=begun.update_id)
             try:
-                yield from self._receive(command.call_id, request)
+                yield from self._receive(command.call_id, request, alone=True)
                 return (yield from self._commit(begun.update_id))
             except UpdateError as error:
                 self._end_failed(begun.update_id, error)
@@ -214,7 +212,10 @@ class UpdateFlow:
             self._require_open(reply.update_id)
         return reply
 
-    def _receive(self, call_id: int, request: messages.FromAny) -> Flow:
+    def _receive(self, call_id: int, request: messages.FromAny, *, alone: bool = False) -> Flow:
+        """Bring bytes in. alone: nothing else will come for the update; the worker that has brought them in
+        verifies them too, and nothing is told.
+        """
         if request.update_id and (done := self._replay(request.update_id)):
             return done
         chunks = self._uploads.chunks(call_id) if self._uploads.is_open(call_id) else None
@@ -239,13 +240,18 @@ class UpdateFlow:
                 if not self._is_open(opened.update_id):
                     return self._updater.received(receive, None)  # raises what ended it
             error: Exception | None = None
+            self._num_working += alone  # another update's commit must not come while this one is verified
             try:
-                yield OffLoop(receive.run)
+                yield OffLoop((lambda: self._updater.run_all(receive)) if alone else receive.run)
             except Exception as caught:  # noqa: BLE001 - the updater decides what the fault means
                 error = caught
+            finally:
+                self._num_working -= alone
         finally:
             self._num_receiving -= 1
         try:
+            if alone:
+                return self._updater.arrived(receive, error)
             return self._updater.received(receive, error)
         except UpdateError:
             self._release_device()
@@ -380,19 +386,3 @@ def _is_known_by_name(request: BeginUpdate) -> bool:
     """Whether resolving reads no file and allocates nothing, so that the loop can do it at once."""
     by_digest = bool(request.manifest_digest) and request.path is not Path.DISK
     return by_digest and request.staging in (Staging.NONE, Staging.DEVICE)
-
-
-def measure_copy_rate(device: torch.device) -> float:
-    """Bytes per second of one plain copy of 64 MiB on `device`: the floor of every commit."""
-    source = torch.ones(64 << 20, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    best = float("inf")
-    for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return source.numel() / best

@@ -7,6 +7,7 @@ a `with` block, and what it allocates (a segment, a process group) is kept and u
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
@@ -35,12 +36,25 @@ class Outgoing:
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", self.manifest.digest())
+        object.__setattr__(self, "digest", _digest_of(self.manifest))
 
     @property
     def seconds_left(self) -> float:
         """At least a little, so that a call made too late ends with DEADLINE and not with no limit."""
         return max(0.001, self.deadline - time.monotonic())
+
+
+_digests: deque[tuple[Manifest, str]] = deque(maxlen=8)
+
+
+def _digest_of(manifest: Manifest) -> str:
+    """A manifest's digest, worked out once for an object: sources give the same one in every step."""
+    for known, digest in list(_digests):
+        if known is manifest:
+            return digest
+    digest = manifest.digest()
+    _digests.append((manifest, digest))
+    return digest
 
 
 class Sender:
@@ -91,19 +105,24 @@ def named_by_digest(
     An update without a manifest (a directory's own headers are one) is called as it is.
 
     Args:
+        update: its checksums, if it has any, are those of the manifest's tensors.
         digest: of the update's manifest.
     """
     if update.manifest is None:
         return call(update)
     if digest in client.manifest_digests:
-        sums = [spec.checksum for spec in update.manifest.tensors if spec.checksum is not None]
-        short = replace(update, manifest=None, manifest_digest=digest, checksums=tuple(sums))
+        sums = update.checksums or tuple(
+            [spec.checksum for spec in update.manifest.tensors if spec.checksum is not None]
+        )
+        short = replace(update, manifest=None, manifest_digest=digest, checksums=sums)
         try:
             return call(short)
         except RollsyncError as error:
             if error.reason != "MANIFEST_UNKNOWN":  # another engine process listens there now
                 raise
             client.manifest_digests.discard(digest)
+    if update.checksums:
+        update = replace(update, manifest=update.manifest.with_checksums(update.checksums), checksums=())
     reply = call(update)
     if reply is not None:
         client.manifest_digests.add(digest)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +28,11 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+MAX_KEPT = 4
+"""Things that a target keeps for its slots where they lie."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,9 @@ class Arena:
     Args:
         storages: in the order of the arena.
         aliases: slot name -> the slot whose storage it shares (a tied head).
+
+    Attributes:
+        slot_names: names that hold bytes of their own (no aliases), in the arena's order.
     """
 
     def __init__(self, storages: Sequence[StorageSpec], aliases: Mapping[str, str] | None = None) -> None:
@@ -69,6 +78,7 @@ class Arena:
             self._storage_offset[storage.key] = end
             end = align(self._place_slots(storage, end))
         self.nbytes = end
+        self.slot_names = list(self.placements)
         for name, target in self.aliases.items():
             place = self.placements[target]
             self.placements[name] = Placement(name, place.dtype, place.shape, place.offset, alias_of=target)
@@ -88,11 +98,6 @@ class Arena:
     @property
     def layout(self) -> Layout:
         return Layout(tuple(self.placements.values()), self.nbytes)
-
-    @property
-    def slot_names(self) -> list[str]:
-        """Names that hold bytes of their own (no aliases), in the arena's order."""
-        return [name for name, place in self.placements.items() if not place.alias_of]
 
     def canonical(self, name: str) -> str:
         """The slot that holds `name`'s bytes: itself, or the target of an alias."""
@@ -173,6 +178,17 @@ class WeightTarget:
             parameter.data = self.arena.storage_view(buffer, key)
         self.buffer = buffer
         self._bytes: dict[str, torch.Tensor] = {}
+        self._kept: dict[object, Any] = {}
+
+    def kept(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` gives, which depends on `key` and on where the slots lie; made once until `bind`."""
+        if (known := self._kept.get(key)) is not None:
+            value: T = known
+            return value
+        if len(self._kept) >= MAX_KEPT:
+            self._kept = {}
+        self._kept[key] = value = make()
+        return value
 
     def slot(self, name: str) -> torch.Tensor:
         """The live tensor of slot `name`, in the slot's dtype and shape."""

@@ -11,12 +11,10 @@ from weight_updater.requests import TensorSpec
 class Arrival:
     """What has come of one tensor. spans: sorted, disjoint, merged [start, end) in bytes."""
 
-    __slots__ = ("nonfinite", "spans", "total")
+    __slots__ = ("spans",)
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
-        self.total = 0  # sum of the chunks' mixed words
-        self.nonfinite = False
 
     def claim(self, start: int, end: int) -> tuple[int, int] | None:
         """Add [start, end); returns the span that it overlaps, if any, and then adds nothing."""

@@ -101,14 +101,16 @@ def finish(total: int, nbytes: int) -> int:
     return (total + _mixed_length(nbytes)) & _MASK
 
 
+def mixed_lengths(sizes: Sequence[int]) -> npt.NDArray[np.uint64]:
+    """[tensors] uint64: what makes the checksums of tensors of so many bytes out of their totals (with
+    wraparound, as arrays of uint64 add).
+    """
+    return np.array([_mixed_length(nbytes) for nbytes in sizes], dtype=np.uint64)
+
+
 @lru_cache(maxsize=1024)
 def _mixed_length(nbytes: int) -> int:
     return mix(nbytes, _LENGTH_INDEX)
-
-
-def unfinish(checksum: int, nbytes: int) -> int:
-    """The total of a tensor of `nbytes` bytes that has this checksum: the reverse of `finish`."""
-    return (checksum - mix(nbytes, _LENGTH_INDEX)) & _MASK
 
 
 class PartialChecksum:

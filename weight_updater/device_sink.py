@@ -51,7 +51,7 @@ class DeviceSink(Sink):
         self.copies = copies
         self._slot_totals: dict[int, int] = {}  # tensors that were cast -> sum of the slot's mixed words
         self._cast_scratch = destination.new_empty(0)
-        casts = [index for index in plan.needed if not plan.same_dtype(index)]
+        casts = sorted(plan.casts)
         if casts:
             # Allocated here, on the loop, not while bytes arrive.
             largest = max(plan.manifest.tensors[index].nbytes for index in casts)
@@ -250,10 +250,9 @@ class DeviceSink(Sink):
             found = scan_places(self.destination, places, find_nonfinite=self.finds_nonfinite)
         for place, result in found:
             index = by_offset[place.offset]
-            arrival = self._arrivals[index]
-            arrival.nonfinite = result.nonfinite
+            self._nonfinite[index] = result.nonfinite
             if self.plan.same_dtype(index):
-                arrival.total = result.total
+                self._totals[index] = result.total
             else:
                 self._slot_totals[index] = result.total
 

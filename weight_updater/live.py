@@ -61,7 +61,7 @@ class LiveWeights:
 
     def know(self) -> None:
         """ANY THREAD. Complete `known`, while nothing writes to the slots."""
-        if not self.torn_reason:
+        if not self.torn_reason and len(self.known) < len(self._target.arena.slot_names):
             missing = [name for name in self._target.arena.slot_names if name not in self.known]
             self.known.update(slot_checksums(self._target, missing))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 
 from weight_updater.arena import WeightTarget
-from weight_updater.checksum import is_small
+from weight_updater.checksum import is_small, mixed_lengths
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.names import clean_name, is_adapter_name
 from weight_updater.requests import ITEMSIZE, Manifest, Placement, TensorSpec
@@ -41,6 +41,7 @@ class Plan:
         written: names of the slots that are written, one for each of `applied`, aliases resolved.
         casts: indexes of the tensors that arrive in another dtype than their slots'.
         sizes: bytes of each tensor as it arrives; total_bytes: their sum.
+        mixed_lengths: [tensors] uint64, what makes checksums out of totals; see `checksum.mixed_lengths`.
         packed_offsets, packed_bytes: of the tensors packed in the manifest's order, 256-byte aligned.
         small: per tensor, whether it is written as it comes and worth hashing together with others.
     """
@@ -66,6 +67,7 @@ class Plan:
         self.written = [place.alias_of or place.name for place in places]
         self.sizes = [tensor.nbytes for tensor in manifest.tensors]
         self.total_bytes = sum(self.sizes)
+        self.mixed_lengths = mixed_lengths(self.sizes)
         self.packed_offsets, self.packed_bytes = manifest.packed_offsets()
         self.casts = {i for i in self.needed if not self.same_dtype(i)}
         self.small = [False] * len(slots)

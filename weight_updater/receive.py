@@ -213,3 +213,19 @@ class Receivers:
                     f"noticed, and keep it open",
                 )
             update.adoption = adoption
+
+
+def skip(chunks: from_tensor.Chunks | None) -> None:
+    """WORKER. Let a stream run to its end; its sender waits for that."""
+    for _ in chunks or ():
+        pass
+
+
+def after(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
+    """One function that calls both."""
+
+    def both() -> None:
+        first()
+        then()
+
+    return both

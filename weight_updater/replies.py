@@ -30,7 +30,7 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
         seconds=StageSeconds(transfer=update.transfer_s, verify=update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s),
         verified=update.verified and _checksums_came(update),
-        received_checksum=_received(update) if hashed else 0,
+        received_checksum=fold_by_name(_received_by_name(update)) if hashed else 0,
         warnings=_warnings(update),
         extra_bytes=update.extra_bytes,
     )
@@ -51,6 +51,11 @@ def committed(
     """
     sink, plan = update.sink, update.plan
     hashed = not update.request.skip_checksums
+    received = _received_by_name(update) if hashed else {}
+    received_checksum = fold_by_name(received) if hashed else 0
+    live_checksum = 0
+    if hashed and live:
+        live_checksum = received_checksum if received == live else fold_by_name(live)
     return UpdateReply(
         update_id=update.update_id,
         state=UpdateState.COMMITTED,
@@ -66,8 +71,8 @@ def committed(
         seconds=_seconds(done, update.transfer_s, update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s + done.seconds),
         verified=_checksums_came(update),
-        received_checksum=_received(update) if hashed else 0,
-        live_checksum=fold_by_name(live) if hashed and live else 0,
+        received_checksum=received_checksum,
+        live_checksum=live_checksum,
         graphs_kept=done.graphs_kept,
         graphs_recaptured=done.graphs_recaptured,
         graphs_reason=done.graphs_reason,
@@ -99,12 +104,12 @@ def rolled_back(
     )
 
 
-def _received(update: OpenUpdate) -> int:
-    """One checksum over what arrived, by the names of the slots that it was written to (a tied name counts
-    as its target's, once): of a full update without casts, the same as that of all that is live.
+def _received_by_name(update: OpenUpdate) -> dict[str, int]:
+    """Checksums of what arrived, by the names of the slots that it was written to (a tied name counts as its
+    target's, once): of a full update without casts, the same as those of all that is live.
     """
     sink, plan = update.sink, update.plan
-    return fold_by_name(dict(zip(plan.written, sink.received_checksums(plan.applied), strict=True)))
+    return dict(zip(plan.written, sink.received_checksums(plan.applied), strict=True))
 
 
 def _seconds(done: Done, transfer_s: float, verify_s: float) -> StageSeconds:
@@ -125,7 +130,7 @@ def _gb_per_s(nbytes: int, seconds: float) -> float:
 def _checksums_came(update: OpenUpdate) -> bool:
     tensors = update.plan.manifest.tensors
     return not update.request.skip_checksums and all(
-        tensors[index].checksum is not None for index in update.plan.needed
+        [tensors[index].checksum is not None for index in update.plan.needed]
     )
 
 

@@ -13,12 +13,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from weight_updater.arena import TORCH_DTYPES, Arena
 from weight_updater.arrival import Arrival, bad_chunk, check_chunk, overlap_text
 from weight_updater.cast import as_dtype, cast_into, cast_pieces
-from weight_updater.checksum import Scan, checksum, finish, has_nonfinite, scan
+from weight_updater.checksum import checksum, finish, has_nonfinite, scan
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.look import Look
 from weight_updater.plan import Plan
@@ -26,6 +27,7 @@ from weight_updater.requests import ITEMSIZE
 from weight_updater.slot_scan import cast_checksum, scan_small
 
 if TYPE_CHECKING:
+    from weight_updater.device_scan import Found
     from weight_updater.lent_tensors import LentTensors
 
 _MASK = (1 << 64) - 1
@@ -59,9 +61,11 @@ class Sink:
         self.promised: set[int] = set()  # of these, those that the trainer has hashed and nobody else yet
         self.extra_bytes = 0
         self._arena = arena
-        self._hashing = hashing
+        self.hashes = hashing
         self.finds_nonfinite = find_nonfinite
         self._arrivals = [Arrival() for _ in plan.slots]
+        self._totals = np.zeros(len(plan.slots), dtype=np.uint64)  # sums of mixed words
+        self._nonfinite = np.zeros(len(plan.slots), dtype=np.bool_)
         on_cpu = destination is None or destination.device.type == "cpu"
         self._small = plan.small if on_cpu else [False] * len(plan.small)
         # Small whole tensors are scanned together, when somebody asks: one by one they would cost more than
@@ -85,7 +89,7 @@ class Sink:
         Raises:
             UpdateRefused: BAD_CHUNK; or whatever ended the update in the meantime.
         """
-        arrival = self._begin_write(tensor_index, byte_offset, data)
+        self._begin_write(tensor_index, byte_offset, data)
         total, nonfinite = 0, False
         try:
             if self.plan.slots[tensor_index] is not None:
@@ -93,8 +97,8 @@ class Sink:
                 total, nonfinite = store(tensor_index, byte_offset, data)
         finally:
             with self._changed:
-                arrival.total = (arrival.total + total) & _MASK
-                arrival.nonfinite = arrival.nonfinite or nonfinite
+                self._totals[tensor_index] = (int(self._totals[tensor_index]) + total) & _MASK
+                self._nonfinite[tensor_index] |= nonfinite
                 self._num_writing -= 1
                 self._changed.notify_all()
 
@@ -145,30 +149,25 @@ class Sink:
             self.write(cut, 0, data[offsets[cut] - position :])
         self.write_whole(whole, [offsets[index] - position for index in whole], data)
 
-    def claim_whole(self, lent: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def claim_whole(self, indexes: Sequence[int]) -> None:
         """Account for whole tensors that somebody else puts into their places; then call `settle_whole`.
         Raises what `write` does; then none is accounted for.
         """
-        for index, data in lent:
-            spec, nbytes, end = self.plan.manifest.tensors[index], self.plan.sizes[index], data.numel()
-            if end != nbytes:
-                raise bad_chunk(spec, 0, end, f"is not the whole tensor of {nbytes} bytes")
         with self._changed:
-            self._claim_whole([index for index, _ in lent])
-            self._num_writing += len(lent)
+            self._claim_whole(indexes)
+            self._num_writing += 1
 
-    def settle_whole(self, indexes: Sequence[int], found: Sequence[Scan]) -> None:
-        """The tensors of a `claim_whole` are in place. found: what a scan saw in them; none without one."""
+    def settle_whole(self, indexes: Sequence[int], found: Found | None) -> None:
+        """The tensors of a `claim_whole` are in place. found: what a scan saw in them, if there was one."""
         with self._changed:
-            for index, scanned in zip(indexes, found, strict=False):
-                arrival = self._arrivals[index]
-                arrival.total, arrival.nonfinite = scanned.total, scanned.nonfinite
-            self._num_writing -= len(indexes)
+            if found is not None and found.totals.size:
+                self._totals[indexes], self._nonfinite[indexes] = found.totals, found.nonfinite
+            self._num_writing -= 1
             self._changed.notify_all()
 
     def is_hashed(self, index: int) -> bool:
         """Whether the checksum of what arrives of a tensor will be asked for."""
-        return self._hashing or index in self.plan.twins or index in self.plan.twins.values()
+        return self.hashes or index in self.plan.twins or index in self.plan.twins.values()
 
     def flush(self) -> None:
         """Until all that was written lies in its place, and what it came from may change."""
@@ -181,7 +180,7 @@ class Sink:
     def trust(self, look: Look) -> None:
         """All tensors were looked at: what was found holds, and nothing is read again as it is written."""
         self._looked = look
-        self._hashing = self.finds_nonfinite = False
+        self.hashes = self.finds_nonfinite = False
 
     def end(self, error: UpdateError) -> None:
         """Let no further byte in: later writes raise `error`. Returns when running writes have finished,
@@ -209,15 +208,15 @@ class Sink:
         if self._looked is not None:
             return self._looked.received_checksums(indexes)
         self._scan_small()
-        arrivals, sizes = self._arrivals, self.plan.sizes
-        return [finish(arrivals[index].total, sizes[index]) for index in indexes]
+        values: list[int] = (self._totals[indexes] + self.plan.mixed_lengths[indexes]).tolist()
+        return values
 
     def nonfinite(self, indexes: Sequence[int]) -> list[int]:
         """Those of `indexes` of which a value was not finite in the slot's dtype."""
         if self._looked is not None:
             return self._looked.nonfinite(indexes)
         self._scan_small()
-        return [index for index in indexes if self._arrivals[index].nonfinite]
+        return [index for index in indexes if self._nonfinite[index]] if self._nonfinite.any() else []
 
     def slot_bytes(self, index: int) -> torch.Tensor | None:
         """The stored tensor in its slot's dtype and shape; None for a borrowed one that needs a cast."""
@@ -245,7 +244,7 @@ class Sink:
 
     def slot_checksums(self, indexes: Sequence[int]) -> list[int]:
         """`slot_checksum` of many tensors."""
-        if not self._hashing and self._looked is None:
+        if not self.hashes and self._looked is None:
             return [self.slot_checksum(index) for index in indexes]
         casts = self.plan.casts
         return [
@@ -253,7 +252,7 @@ class Sink:
             for index, value in zip(indexes, self.received_checksums(indexes), strict=True)
         ]
 
-    def _begin_write(self, index: int, offset: int, data: torch.Tensor) -> Arrival:
+    def _begin_write(self, index: int, offset: int, data: torch.Tensor) -> None:
         if not 0 <= index < len(self._arrivals):
             raise UpdateRefused(
                 Reason.BAD_CHUNK,
@@ -273,7 +272,6 @@ class Sink:
                 raise bad_chunk(spec, offset, end, overlap_text(taken))
             self.received_bytes += data.numel()
             self._num_writing += 1
-        return arrival
 
     def _claim_whole(self, indexes: Sequence[int]) -> None:
         """Account for whole tensors, or for none if one may not come; `_changed` is held."""
@@ -365,8 +363,7 @@ class Sink:
         """Scan small tensors that lie at `offsets` of `buffer`."""
         found = scan_small(self.plan, buffer, indexes, offsets, find_nonfinite=self.finds_nonfinite)
         for index, total, nonfinite in found:
-            arrival = self._arrivals[index]
-            arrival.total, arrival.nonfinite = total, nonfinite
+            self._totals[index], self._nonfinite[index] = total, nonfinite
 
     def _borrow(self, index: int, offset: int, data: torch.Tensor) -> tuple[int, bool]:
         """Remember a whole tensor of the trainer's and read it once."""

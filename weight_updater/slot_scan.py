@@ -19,9 +19,11 @@ from weight_updater.checksum import (
     checksums,
     finish,
     is_small,
+    mixed_lengths,
     row_totals,
     rows_nonfinite,
 )
+from weight_updater.device_scan import Launch, is_fast
 from weight_updater.plan import Plan
 
 
@@ -81,6 +83,8 @@ def cast_checksum(source: torch.Tensor, dtype: torch.dtype) -> int:
 
 def slot_checksums(target: WeightTarget, names: Sequence[str]) -> dict[str, int]:
     """Slot -> checksum of what lies in it now, in the order of `names`."""
+    if is_fast(target.device):
+        return _on_device(target, tuple(names))
     placements, sizes = target.arena.placements, target.arena.sizes
     values: dict[str, int] = dict.fromkeys(names, 0)
     alike: dict[int, list[str]] = {}
@@ -95,6 +99,20 @@ def slot_checksums(target: WeightTarget, names: Sequence[str]) -> dict[str, int]
         values.update(zip(members, [finish(total, nbytes) for total in totals], strict=True))
     values.update(zip(others, checksums([target.slot_bytes(name) for name in others]), strict=True))
     return values
+
+
+def _on_device(target: WeightTarget, names: tuple[str, ...]) -> dict[str, int]:
+    """`slot_checksums` in one launch, whose table is kept until the slots move."""
+    if not names:
+        return {}
+
+    def made() -> tuple[Launch, npt.NDArray[np.uint64]]:
+        data = [target.slot_bytes(name) for name in names]
+        lengths = mixed_lengths([target.arena.sizes[name] for name in names])
+        return Launch(target.device, data, [None] * len(data)), lengths
+
+    launch, lengths = target.kept(("checksums", names), made)
+    return dict(zip(names, (launch.run().totals + lengths).tolist(), strict=True))
 
 
 def _rows(data: npt.NDArray[np.uint8], offsets: Sequence[int], nbytes: int) -> npt.NDArray[np.uint8]:

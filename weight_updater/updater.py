@@ -8,7 +8,7 @@ requests in flight: the loop decides when no forward pass runs and then calls `c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from weight_updater import replies
 from weight_updater.arena import WeightTarget
@@ -23,7 +23,7 @@ from weight_updater.manifests import Manifests
 from weight_updater.open_update import OpenUpdate, Request, check_received, expect
 from weight_updater.opening import Opener
 from weight_updater.preloaded import PreloadedWeights
-from weight_updater.receive import Receive, Receivers
+from weight_updater.receive import Receive, Receivers, after, skip
 from weight_updater.requests import (
     BeginReply,
     BeginUpdate,
@@ -159,12 +159,12 @@ class WeightUpdater:
             raise UpdateRefused(Reason.WRONG_STATE, f"update {update.update_id} is {doing} already")
         update.touch()
         if update.state is UpdateState.RECEIVED and request in update.finished:
-            return Receive(update, request, lambda: _skip(chunks))  # a repeated call, its bytes are here
+            return Receive(update, request, lambda: skip(chunks))  # a repeated call, its bytes are here
         work = self._receivers.work(update, request, chunks)
         if self._live.previous is not None and self._live.previous.staging is update.staging:
             self._live.previous = None  # its bytes are about to be overwritten
         if update.writes_live and not update.in_adopted and not update.request.skip_checksums:
-            work = _after(self._live.know, work)  # while the slots still hold the old weights
+            work = after(self._live.know, work)  # while the slots still hold the old weights
         update.receiving = True
         if update.state is UpdateState.BEGUN:
             update.state = UpdateState.RECEIVING
@@ -176,6 +176,11 @@ class WeightUpdater:
         Raises:
             UpdateError: what ended the update; `error`, or what came before it.
         """
+        self.arrived(receive, error)
+        return replies.report(receive.update, self.version, self.commit_sequence)
+
+    def arrived(self, receive: Receive, error: Exception | None) -> None:
+        """LOOP. `received` without a report, for an update that commits in the same call."""
         update = receive.update
         update.receiving = False
         if update is not self.open:
@@ -187,7 +192,6 @@ class WeightUpdater:
             update.state = UpdateState.RECEIVED
         if receive.request not in update.finished:
             update.finished.append(receive.request)
-        return replies.report(update, self.version, self.commit_sequence)
 
     # Nothing has been written; everything that can refuse
 
@@ -202,6 +206,18 @@ class WeightUpdater:
             return
         if update.receiving:
             raise UpdateRefused(Reason.WRONG_STATE, f"update {update_id} is still receiving")
+        self._verify(update)
+
+    def run_all(self, receive: Receive) -> None:
+        """WORKER. `receive.run`, and at once `verify`: nothing else will come.
+
+        Raises:
+            UpdateError: hand it to `arrived`.
+        """
+        receive.run()
+        self._verify(receive.update)
+
+    def _verify(self, update: OpenUpdate) -> None:
         start = time.perf_counter()
         update.verifying = True
         try:
@@ -381,17 +397,3 @@ class WeightUpdater:
         """Trainers' memory that no open update and no slot uses may be unmapped again."""
         adopted = self._live.adopted
         self._receivers.mappings.pinned = set() if adopted is None else {adopted.allocation_id}
-
-
-def _skip(chunks: Chunks | None) -> None:
-    """WORKER. Let a stream run to its end; its sender waits for that."""
-    for _ in chunks or ():
-        pass
-
-
-def _after(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        then()
-
-    return both

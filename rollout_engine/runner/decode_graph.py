@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_PASSES = 2
 """Before a capture: kernels are compiled and workspaces taken outside the graph."""
 
-Identity = tuple[int, tuple[int, ...], torch.dtype]
+Identity = tuple[int, torch.Size, torch.dtype]
 """Address, shape and dtype of captured storage."""
 
 
@@ -193,4 +193,4 @@ class DecodeCudaGraphRunner:
 
 
 def _identity(tensor: torch.Tensor) -> Identity:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+    return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from tests.unit.weight_updater.tiny_target import (
     raw,
     weights,
 )
+from weight_updater import device_scan
 from weight_updater.checksum import checksum, fold_by_name
+from weight_updater.device_scan import Found
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
 from weight_updater.requests import FromIpc, Path, RegionPlacement, Staging, UpdateReply
 from weight_updater.updater import WeightUpdater
@@ -244,23 +247,21 @@ def test_regions_that_cannot_be_right(gpu: FakeGpu) -> None:
 
 
 def test_memory_that_a_receiver_reads_is_not_unmapped(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weight_updater import lent_tensors
-
     updater = make_updater(TinyTarget())
     handle = gpu.allocate(1, 4096)
     request = lay_out(gpu, weights(1), [handle])
     identity = request.cuda_regions[0].allocation_id
     refused: list[UpdateRefused] = []
 
-    def abort_and_release(*arguments: object) -> list[object]:
+    def abort_and_release(*arguments: Any, **options: Any) -> Found:
         updater.abort(update_id)
         with pytest.raises(UpdateRefused) as caught:
             updater.release([identity])
         refused.append(caught.value)
-        return []
+        return gpu.run(*arguments, **options)
 
     update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
-    monkeypatch.setattr(lent_tensors, "_read", abort_and_release)
+    monkeypatch.setattr(device_scan, "_run", abort_and_release)
     monkeypatch.setattr("weight_updater.sink.Sink.end", lambda self, error: None)  # it would wait for us
     with pytest.raises(UpdateRefused, match="aborted"):
         receive(updater, request, update_id)
