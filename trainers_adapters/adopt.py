@@ -33,6 +33,7 @@ from torch import nn
 from trainers_adapters.adopted_memory import allocate
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
+from trainers_adapters.sending import named_by_digest
 from trainers_adapters.sources import ModuleSource, storage_key
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.descriptor import describe
@@ -80,6 +81,9 @@ class AdoptedArena:
         self._module = module
         self._layout = layout
         self._placements = [place for place in layout.placements if not place.alias_of]
+        specs = [TensorSpec(place.name, place.dtype, place.shape) for place in self._placements]
+        self._manifest = Manifest(tuple(specs))
+        self._digest = self._manifest.digest()
         tensors = dict(ModuleSource(module))
         device = next(iter(tensors.values())).device
         _check_fits(tensors, self._placements, device)
@@ -129,18 +133,17 @@ class AdoptedArena:
         client = self._client
         if client is None:
             raise ValueError("the arena has no engine yet; connect(client) first")
-        manifest = Manifest(tuple(TensorSpec(p.name, p.dtype, p.shape) for p in self._placements))
-        begun = client.begin(
-            BeginUpdate(
-                path=Way.IPC,
-                update_id=f"adopt-{secrets.token_hex(8)}",
-                version=version,
-                manifest=manifest,
-                inflight=Inflight(inflight),
-                adopt=True,
-                lease_s=lease_s,
-            ),
-            timeout_s=timeout_s,
+        update = BeginUpdate(
+            path=Way.IPC,
+            update_id=f"adopt-{secrets.token_hex(8)}",
+            version=version,
+            manifest=self._manifest,
+            inflight=Inflight(inflight),
+            adopt=True,
+            lease_s=lease_s,
+        )
+        begun = named_by_digest(
+            client, update, self._digest, lambda asked: client.begin(asked, timeout_s=timeout_s)
         )
         try:
             yield

@@ -141,7 +141,7 @@ class Mappings:
         self.device = device
         self._mappings: OrderedDict[str, _Shared | _OnGpu] = OrderedDict()
         self._lent: OrderedDict[str, FromIpc] = OrderedDict()
-        self._arranged: dict[str, LentTensors] = {}  # by the digest of what was lent
+        self._arranged: dict[tuple[str, bool], LentTensors] = {}  # (digest of what was lent, adopt)
         self._in_use: Counter[str] = Counter()  # allocations that a worker reads
         self._lock = threading.RLock()  # the loop releases, a worker opens
 
@@ -196,21 +196,24 @@ class Mappings:
             known = self._lent[digest]
         return replace(known, update_id=request.update_id, lent=digest, scanned=request.scanned)
 
-    def arranged(self, digest: str, plan: Plan) -> LentTensors | None:
+    def arranged(self, digest: str, plan: Plan, *, adopt: bool) -> LentTensors | None:
         """The tensors of a remembered request for the same plan, if `keep` got them since it was mapped."""
         with self._lock:
-            known = self._arranged.get(digest)
+            known = self._arranged.get((digest, adopt))
         return known if known is not None and known.plan.slots is plan.slots else None
 
-    def keep(self, digest: str, lent: LentTensors) -> None:
-        """Keep a remembered request's tensors, until it is forgotten or a region of it is unmapped."""
+    def keep(self, digest: str, lent: LentTensors, *, adopt: bool) -> None:
+        """Keep a remembered request's tensors, until it is forgotten or a region of it is unmapped. Without
+        placements they lie elsewhere for `adopt`.
+        """
         with self._lock:
             if digest in self._lent:
-                self._arranged[digest] = lent
+                self._arranged[digest, adopt] = lent
 
     def _forget(self, digest: str) -> None:
         del self._lent[digest]
-        self._arranged.pop(digest, None)
+        for adopt in (False, True):
+            self._arranged.pop((digest, adopt), None)
 
     @contextmanager
     def using(self, regions: Sequence[Region]) -> Iterator[None]:
@@ -297,7 +300,7 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
 
 def _receive_from_gpu(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, adopt: bool) -> None:
     with mappings.using(request.cuda_regions), side_stream(mappings.device):
-        lent = mappings.arranged(request.lent, sink.plan)
+        lent = mappings.arranged(request.lent, sink.plan, adopt=adopt)
         if lent is None:
             placements = _placements(request, sink.plan, arena, adopt=adopt)
             regions = [mappings.open(region).data for region in request.cuda_regions]
@@ -307,8 +310,7 @@ def _receive_from_gpu(request: FromIpc, sink: Sink, mappings: Mappings, arena: A
                 for place in placements
             ]
             lent = LentTensors(sink.plan, tensors)
-            if not adopt:
-                mappings.keep(request.lent, lent)
+            mappings.keep(request.lent, lent, adopt=adopt)
         take_lent(sink, lent, mappings.device, scanned=request.scanned)
 
 

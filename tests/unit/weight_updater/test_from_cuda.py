@@ -18,6 +18,7 @@ from tests.unit.weight_updater.tiny_target import (
     TinyTarget,
     begin,
     make_updater,
+    manifest_of,
     raw,
     weights,
 )
@@ -298,5 +299,35 @@ def test_an_arena_is_adopted_where_it_lies(gpu: FakeGpu) -> None:
         trainer.die()
         updater.tick(time.monotonic() + 1)
         assert "is gone" in updater.torn_reason
+    finally:
+        trainer.close()
+
+
+def test_what_was_lent_packed_is_adopted_in_the_arenas_layout(gpu: FakeGpu) -> None:
+    """The same region, first copied from and then adopted: its tensors lie elsewhere in it."""
+    target = TinyTarget()
+    updater = make_updater(target)
+    offsets, packed_bytes = manifest_of(weights(1)).packed_offsets()
+    assert packed_bytes != target.arena.nbytes, "the layouts differ"
+    handle = gpu.allocate(1, max(packed_bytes, target.arena.nbytes))
+    memory = gpu.memory[handle]
+    trainer = Trainer(1)  # holds the owner's lock
+    try:
+        region = gpu.region(handle, 0, memory.numel(), owner=trainer.descriptor)
+        request = FromIpc("", cuda_regions=(region,))
+        for offset, value in zip(offsets, weights(1).values(), strict=True):
+            memory[offset : offset + value.nbytes] = raw(value)
+        update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
+        receive(updater, request, update_id)
+        updater.commit(update_id)
+        assert_live(target, weights(1))
+        for seed in (2, 3):
+            update_id = begin(updater, weights(seed), path=Path.IPC, adopt=True)
+            for name, value in weights(seed).items():
+                target.arena.slot_view(memory, name).copy_(value)
+            receive(updater, request, update_id)
+            updater.commit(update_id)
+            assert_live(target, weights(seed))
+            assert updater.checksums([]) == {name: checksum(value) for name, value in weights(seed).items()}
     finally:
         trainer.close()
