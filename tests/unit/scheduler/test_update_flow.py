@@ -1,4 +1,4 @@
-"""Updates in one call, on a loop that these tests turn by hand: one trip to a worker, and nothing beside it."""
+"""Updates in one call, on a loop turned by hand: one trip to a worker, and no commit beside it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from weight_updater.shm import SharedSegment
 class NoSequences:
     """A scheduler and the uploads of an engine that generates nothing."""
 
-    started: list[Any] = []
-    live: list[Any] = []
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.live: list[Any] = []
 
     def on_commit(self, commit_sequence: int) -> None:
         pass
