@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
+SEGMENTS = "/dev/shm/rollsync-"
 
 Holdings = dict[str, int]
 """By what is held: numbers, and kB of memory (names that end in "RSS")."""
@@ -31,18 +31,29 @@ def descendants_of(pid: int) -> list[int]:
     return found
 
 
+def born(pid: int) -> str:
+    """When a process began, which tells it from a later one of the same number; "" if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
 def held_by(pid: int) -> Holdings:
     """Of one process."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    maps = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return {
         "RSS": int(status["VmRSS"].split()[0]),
         "threads": int(status["Threads"]),
         "open files": len(os.listdir(f"/proc/{pid}/fd")),
+        "mapped segments": sum(fields[5].startswith(SEGMENTS) for fields in maps if len(fields) == 6),
     }
 
 
 def held(front: int, trainer: int) -> Holdings:
-    """Of an engine's two processes and its trainer's, and the shared memory of all.
+    """Of an engine's two processes and its trainer's.
 
     Args:
         front: the process that was started as `rollsync serve`; its child is the engine.
@@ -51,13 +62,7 @@ def held(front: int, trainer: int) -> Holdings:
     found: Holdings = {}
     for who, pid in {"trainer": trainer, "front": front, "engine": engine}.items():
         found |= {f"{who} {what}": value for what, value in held_by(pid).items()}
-    found["shared segments"] = len(segments())
     return found
-
-
-def segments() -> set[str]:
-    """Names of the project's segments in shared memory, whoever made them."""
-    return {name for name in os.listdir(SHARED_MEMORY) if name.startswith("rollsync-")}
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int], allowed: Mapping[str, int]) -> Iterable[str]:

@@ -14,7 +14,6 @@ from tests.tiny import load_reference
 
 pytestmark = pytest.mark.gpu
 
-SIZES = (1, 2, 4, 8)
 ALL_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """What is captured by default."""
 
@@ -25,7 +24,7 @@ def prompts_for(vocab_size: int, lengths: list[int], seed: int = 1) -> list[list
 
 
 def engine(directory, **config) -> LocalEngine:
-    values = dict(dtype="bfloat16", device="cuda", capture_batch_sizes=SIZES, num_pages=256)
+    values = dict(dtype="bfloat16", device="cuda", num_pages=2048, prefix_cache=False)
     return LocalEngine(directory, **(values | config))
 
 
@@ -37,7 +36,7 @@ def model_dir(request):
 @pytest.fixture(scope="module")
 def graphs(model_dir) -> LocalEngine:
     """Captured at every size. Tests restart it, and leave its weights alone."""
-    return engine(model_dir, capture_batch_sizes=ALL_SIZES, num_pages=2048, prefix_cache=False)
+    return engine(model_dir, capture_batch_sizes=ALL_SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def references(model_dir) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def eager(model_dir) -> LocalEngine:
-    made = engine(model_dir, cuda_graphs=False, num_pages=2048, prefix_cache=False)
+    made = engine(model_dir, cuda_graphs=False)
     assert made.runner.decode_graph is None
     return made
 
@@ -75,11 +74,12 @@ def reference_scores(model: Any, tokens: list[int], num_prompt: int) -> list[flo
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, seed=1)
 
 
-def test_flashinfer_agrees_with_sdpa_and_transformers(model_dir, references):
+def test_flashinfer_agrees_with_sdpa_and_transformers(model_dir, graphs, references):
     """As near to transformers in float32 as transformers in bfloat16 is, on average over all tokens."""
     exact, rounded = references
     prompts = prompts_for(128, [3, 17, 40, 90])
-    flash = engine(model_dir)
+    flash = graphs
+    flash.restart()
     assert flash.runner.attention_backend_name == "flashinfer"
     oracle = engine(model_dir, attention_backend="torch")
     sums = dict.fromkeys(("transformers", "decoded", "flashinfer", "sdpa"), 0.0)
@@ -164,9 +164,11 @@ def test_logits_are_as_near_to_transformers_as_its_own_in_bfloat16(references, g
     assert sums["ours"] < 2 * sums["transformers"] + 0.01, sums
 
 
-def test_padding_touches_no_live_page(model_dir):
+def test_padding_touches_no_live_page(graphs):
     """Three rows in a pass of four: the pool outside their pages and the padding page stays as it was."""
-    model = engine(model_dir, prefix_cache=False)
+    model = graphs
+    model.restart()
+    before = model.runner.forward_counts["decode_graph"]
     pool = model.runner.token_to_kv_pool
     for layer in (*pool.k, *pool.v):
         layer.fill_(7.0)
@@ -181,7 +183,7 @@ def test_padding_touches_no_live_page(model_dir):
 
     model.scheduler.schedule = schedule
     model.run()
-    assert model.runner.forward_counts["decode_graph"] > 0
+    assert model.runner.forward_counts["decode_graph"] > before
     live = torch.zeros(pool.num_pages + 1, dtype=torch.bool)
     live[sorted(pages)] = True
     live[pool.padding_page] = True
@@ -190,9 +192,9 @@ def test_padding_touches_no_live_page(model_dir):
         assert (layer.cpu()[live] != 7.0).any()
 
 
-def test_overlap_changes_nothing(model_dir):
+def test_overlap_changes_nothing(graphs):
     """The same rows in the same passes of one engine, so the same bits; twice, since a race need not show."""
-    model = engine(model_dir, prefix_cache=False)
+    model = graphs
     prompts = prompts_for(128, [11, 25, 70, 9, 130])
     for extra in ({}, {"top_p": 0.95, "min_p": 0.01}):
         params = SamplingParams(temperature=1.0, max_tokens=30, ignore_eos=True, seed=3, **extra)
@@ -203,8 +205,9 @@ def test_overlap_changes_nothing(model_dir):
         assert results[1:] == results[:1] * 3
 
 
-def test_penalties_and_bias_on_the_device(model_dir):
-    model = engine(model_dir, overlap=True)
+def test_penalties_and_bias_on_the_device(graphs):
+    model = graphs
+    model.restart(overlap=True)
     prompt = prompts_for(128, [12])[0]
     params = SamplingParams(
         temperature=0.0, max_tokens=20, ignore_eos=True, seed=3, frequency_penalty=100.0, top_logprobs=2
@@ -217,31 +220,34 @@ def test_penalties_and_bias_on_the_device(model_dir):
     assert model.generate([prompt], biased)[0].output_ids == [77] * 4
 
 
-def test_graphs_are_captured_again_exactly_when_an_address_moved(model_dir):
-    model = engine(model_dir)
-    graphs, target = model.runner.decode_graph, model.runner.target
-    assert graphs.num_captured() == len(SIZES)
+def test_a_changed_weight_shows_in_a_captured_pass(graphs):
+    prompts = prompts_for(128, [9])
+    graphs.restart()
+    before = graphs.generate(prompts, GREEDY)[0].logprobs
+    norm = graphs.runner.model.model.norm.weight.data
+    norm.mul_(0.5)
+    torch.cuda.synchronize()
+    graphs.restart()
+    after = graphs.generate(prompts, GREEDY)[0].logprobs
+    norm.mul_(2.0)  # as it was, to the bit
+    torch.cuda.synchronize()
+    assert graphs.runner.decode_graph.moved() == []
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.05
+
+
+def test_graphs_are_captured_again_exactly_when_an_address_moved(graphs):
+    captured, target = graphs.runner.decode_graph, graphs.runner.target
+    assert captured.num_captured() == len(ALL_SIZES)
     prompts = prompts_for(128, [9, 30])
-    before = [s.output_ids for s in model.generate(prompts, GREEDY)]
-    assert graphs.moved() == []
+    graphs.restart()
+    before = [s.output_ids for s in graphs.generate(prompts, GREEDY)]
+    assert captured.moved() == []
     moved = target.arena.allocate(target.device)
     moved.copy_(target.buffer)
     target.bind(moved)
-    assert any("qkv_proj" in name for name in graphs.moved())
+    assert any("qkv_proj" in name for name in captured.moved())
     torch.cuda.synchronize()
-    assert graphs.recapture() == len(SIZES)
-    assert graphs.moved() == []
-    model.restart()
-    assert [s.output_ids for s in model.generate(prompts, GREEDY)] == before
-
-
-def test_a_changed_weight_shows_in_a_captured_pass(model_dir):
-    model = engine(model_dir)
-    prompts = prompts_for(128, [9])
-    before = model.generate(prompts, GREEDY)[0].logprobs
-    model.runner.model.model.norm.weight.data.mul_(0.5)
-    torch.cuda.synchronize()
-    model.restart()
-    after = model.generate(prompts, GREEDY)[0].logprobs
-    assert model.runner.decode_graph.moved() == []
-    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.05
+    assert captured.recapture() == len(ALL_SIZES)
+    assert captured.moved() == []
+    graphs.restart()
+    assert [s.output_ids for s in graphs.generate(prompts, GREEDY)] == before

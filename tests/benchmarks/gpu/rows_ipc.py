@@ -17,7 +17,7 @@ from tests.benchmarks.gpu.bench import REPEATS, Bench, median_pause_ms, pause_ms
 from tests.benchmarks.gpu.floors import synchronise
 from tests.benchmarks.gpu.model import as_module
 from tests.benchmarks.gpu.results import Line
-from trainers_adapters import AdoptedArena, IpcArena
+from trainers_adapters import AdoptedArena, IpcArena, WeightsClient
 from weight_updater.requests import BeginUpdate, Path, UpdateReply
 
 NUM_STREAMS = 8
@@ -59,7 +59,9 @@ def _ipc(bench: Bench, name: str, staging: str, *, checksums: bool, floor: float
 def ipc_adopt(bench: Bench) -> Line:
     """The engine's slots point at the trainer's memory. Leaves the engine stopped."""
     module = as_module(bench.weights.named)
-    arena = AdoptedArena(bench.engine.weights, module)
+    # A client of its own: that of the engine is closed with it, and could not tell that it is gone.
+    client = WeightsClient(bench.engine.address)
+    arena = AdoptedArena(client, module)
     free_before = _free_bytes(bench)
     seconds, first = [], ""
     try:
@@ -78,6 +80,7 @@ def ipc_adopt(bench: Bench) -> Line:
     finally:
         bench.engines.stop()
         arena.close()
+        client.close()
     value = statistics.median(seconds)
     note = f"without recapture; {first}; free memory fell by {new_bytes / 1e6:.1f} MB; {stages(reply)}"
     # Graphs captured anew may take a little more or less than before; weights would be gigabytes.

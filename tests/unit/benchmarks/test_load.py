@@ -10,6 +10,7 @@ import pytest
 
 from tests.holdings import children_of, descendants_of, grown, held_by
 from tests.load import check_labels
+from weight_updater.shm import SharedSegment
 
 COMMITS = [(1, 1), (2, 2), (3, 3), (2, 4)]
 
@@ -40,11 +41,10 @@ def test_labels_that_cannot_be(completion: tuple, problem: str) -> None:
 
 
 def test_what_has_grown_beyond_what_is_allowed() -> None:
-    before = {"engine RSS": 100, "engine threads": 5, "shared segments": 2}
-    assert (
-        list(grown(before, {"engine RSS": 110, "engine threads": 5, "shared segments": 1}, {"RSS": 10})) == []
-    )
-    more = {"engine RSS": 111, "engine threads": 6, "shared segments": 2}
+    before = {"engine RSS": 100, "engine threads": 5, "front open files": 2}
+    less = {"engine RSS": 110, "engine threads": 5, "front open files": 1}
+    assert list(grown(before, less, {"RSS": 10})) == []
+    more = {"engine RSS": 111, "engine threads": 6, "front open files": 2}
     assert list(grown(before, more, {"RSS": 10})) == ["engine RSS: 100 -> 111", "engine threads: 5 -> 6"]
 
 
@@ -60,3 +60,5 @@ def test_a_process_and_those_below_it() -> None:
         assert held_by(grandchild)["threads"] == 1
         assert held_by(os.getpid())["open files"] == before["open files"] + 1
     assert descendants_of(child.pid) == []
+    with SharedSegment.create(64):
+        assert held_by(os.getpid())["mapped segments"] == before["mapped segments"] + 1
