@@ -215,6 +215,7 @@ class Engine:
         try:
             result = self._calls[type(command)](command)
         except (EngineError, UpdateError) as error:
+            self._uploads.drop(command.call_id)  # of a stream that no flow will take
             done(None, error)
             return
         if isinstance(result, Generator):

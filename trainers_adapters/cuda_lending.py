@@ -27,6 +27,7 @@ from weight_updater.device_memory import (
     identities_of,
 )
 from weight_updater.device_scan import Launch, copy_many, is_fast
+from weight_updater.manifest import Columns
 from weight_updater.requests import CudaIpcRegion, FromIpc, Manifest, RegionPlacement, TensorSpec, align
 
 PROBE_BYTES = 4096
@@ -76,7 +77,7 @@ class CudaLending:
         self._buffers: dict[int, DeviceBuffer] = {}  # by GPU
         self._retired: list[DeviceBuffer] = []
         self._key: list[tuple[str, int, bool, torch.Size, torch.dtype]] = []  # of what `_lent` describes
-        self._manifest: Manifest | None = None
+        self._columns: Columns | None = None  # of the manifest that it was compared with
         self._indexes: list[int] = []  # of the GPUs
         self._staged: list[tuple[int, torch.Tensor]] = []  # (tensor, its place in a buffer)
         self._lent: Lent | None = None
@@ -102,8 +103,7 @@ class CudaLending:
         pairs = list(named)
         # An address is one GPU's alone.
         key = [(name, t.data_ptr(), t.is_contiguous(), t.shape, t.dtype) for name, t in pairs]
-        same = self._lent is not None and key == self._key and manifest is self._manifest
-        if not same:
+        if key != self._key or manifest.columns is not self._columns:
             for spec, (name, tensor) in zip(manifest.tensors, pairs, strict=True):
                 _check(spec, name, tensor)
         tensors = [tensor for _, tensor in pairs]
@@ -112,7 +112,7 @@ class CudaLending:
             self._scans = []
             self._lent = self._arrange(tensors, manifest)
             self._indexes = sorted({tensor.get_device() for tensor in tensors})
-        self._key, self._manifest = key, manifest
+        self._key, self._columns = key, manifest.columns
         self._fill(tensors)
         for index in self._indexes:
             torch.cuda.current_stream(index).synchronize()
@@ -253,7 +253,7 @@ class CudaLending:
     def close(self) -> None:
         """Free everything; engines have released all of it."""
         self._staged, self._kept, self._scans, self._lent, self._key = [], [], [], None, []
-        self._manifest = None
+        self._columns = None
         self._retired += self._buffers.values()
         self._buffers = {}
         self._known = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -15,6 +14,7 @@ from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.sending import Outgoing, Sender
 from weight_updater.groups import SenderGroup
+from weight_updater.meeting import listen
 from weight_updater.nccl import NCCL_BUCKET_BYTES
 from weight_updater.requests import BeginReply, InitGroup, Path, UpdateReply
 
@@ -124,7 +124,6 @@ class BroadcastGroup(Sender):
 
 
 def _free_port(address: str) -> int:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        probe.bind((address, 0))
+    """Raises UpdateRefused (INVALID_UPDATE): the address is not one of this host."""
+    with closing(listen(address, 0)) as probe:
         return int(probe.getsockname()[1])

@@ -7,7 +7,6 @@ a `with` block, and what it allocates (a segment, a process group) is kept and u
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
@@ -36,25 +35,12 @@ class Outgoing:
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", _digest_of(self.manifest))
+        object.__setattr__(self, "digest", self.manifest.digest())
 
     @property
     def seconds_left(self) -> float:
         """At least a little, so that a call made too late ends with DEADLINE and not with no limit."""
         return max(0.001, self.deadline - time.monotonic())
-
-
-_digests: deque[tuple[Manifest, str]] = deque(maxlen=8)
-
-
-def _digest_of(manifest: Manifest) -> str:
-    """A manifest's digest, worked out once for an object: sources give the same one in every step."""
-    for known, digest in list(_digests):
-        if known is manifest:
-            return digest
-    digest = manifest.digest()
-    _digests.append((manifest, digest))
-    return digest
 
 
 class Sender:
@@ -111,9 +97,7 @@ def named_by_digest(
     if update.manifest is None:
         return call(update)
     if digest in client.manifest_digests:
-        sums = update.checksums or tuple(
-            [spec.checksum for spec in update.manifest.tensors if spec.checksum is not None]
-        )
+        sums = update.checksums or tuple([sum_ for sum_ in update.manifest.checksums if sum_ is not None])
         short = replace(update, manifest=None, manifest_digest=digest, checksums=sums)
         try:
             return call(short)

@@ -16,10 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from weight_updater import virtual_memory
+from weight_updater.checksum import mixed_lengths
 from weight_updater.requests import Layout, Placement, align
+from weight_updater.small import SmallTensors
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -64,7 +67,11 @@ class Arena:
         aliases: slot name -> the slot whose storage it shares (a tied head).
 
     Attributes:
+        placements, sizes: of every slot, aliases last; sizes in bytes.
         slot_names: names that hold bytes of their own (no aliases), in the arena's order.
+        names_in_order: the same, sorted.
+        row_of: name -> its row in `offset_of` (bytes), `mixed_lengths` (what makes a checksum out of a total)
+            and `small`.
     """
 
     def __init__(self, storages: Sequence[StorageSpec], aliases: Mapping[str, str] | None = None) -> None:
@@ -83,6 +90,13 @@ class Arena:
             place = self.placements[target]
             self.placements[name] = Placement(name, place.dtype, place.shape, place.offset, alias_of=target)
             self.sizes[name] = self.sizes[target]
+        self.names_in_order = sorted(self.slot_names)
+        self.row_of = {name: row for row, name in enumerate(self.placements)}
+        places = self.placements.values()
+        sizes = list(self.sizes.values())
+        self.small = SmallTensors(sizes, [TORCH_DTYPES[place.dtype] for place in places])
+        self.mixed_lengths = mixed_lengths(sizes)
+        self.offset_of = np.array([place.offset for place in places], dtype=np.int64)
 
     def _place_slots(self, storage: StorageSpec, offset: int) -> int:
         itemsize = storage.dtype.itemsize
@@ -98,6 +112,10 @@ class Arena:
     @property
     def layout(self) -> Layout:
         return Layout(tuple(self.placements.values()), self.nbytes)
+
+    def storage_offset(self, key: str) -> int:
+        """Bytes from the start of the arena to storage `key`."""
+        return self._storage_offset[key]
 
     def canonical(self, name: str) -> str:
         """The slot that holds `name`'s bytes: itself, or the target of an alias."""
@@ -150,6 +168,7 @@ class WeightTarget:
             they are skipped, since the engine computes them itself.
         finalise: recomputes derived state in place after a write; called at every commit.
         buffer: memory in the arena's layout that holds the weights already; None allocates it.
+        rebound: names of the model's parameters that are no longer the ones of `parameters`.
     """
 
     def __init__(
@@ -160,12 +179,14 @@ class WeightTarget:
         is_buffer: Callable[[str], bool] = lambda name: False,
         finalise: Callable[[], None] = lambda: None,
         buffer: torch.Tensor | None = None,
+        rebound: Callable[[], list[str]] = list,
     ) -> None:
         assert parameters.keys() == arena.storages.keys(), "each storage needs its parameter"
         self.arena = arena
         self.device = device
         self.is_buffer = is_buffer
         self.finalise = finalise
+        self._rebound = rebound
         self._parameters = dict(parameters)
         self.buffer = arena.allocate(device) if buffer is None else buffer
         self.bind(self.buffer)
@@ -202,6 +223,18 @@ class WeightTarget:
             start = self.arena.placements[name].offset
             self._bytes[name] = self.buffer[start : start + self.arena.sizes[name]]
         return self._bytes[name]
+
+    def strays(self) -> list[str]:
+        """Names of the model's parameters that do not lie where updates write: somebody gave the module
+        another Parameter, which unties a head, or the Parameter other memory. Empty while all is well.
+        """
+        start = self.buffer.data_ptr()
+        moved = [
+            key
+            for key, parameter in self._parameters.items()
+            if parameter.numel() and parameter.data_ptr() != start + self.arena.storage_offset(key)
+        ]
+        return [*self._rebound(), *moved]
 
     def addresses(self) -> dict[str, int]:
         """Storage key -> address, for comparing before and after."""

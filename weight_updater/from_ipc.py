@@ -141,7 +141,7 @@ class Mappings:
         self.device = device
         self._mappings: OrderedDict[str, _Shared | _OnGpu] = OrderedDict()
         self._lent: OrderedDict[str, FromIpc] = OrderedDict()
-        self._arranged: dict[tuple[str, bool], LentTensors] = {}  # (digest of what was lent, adopt)
+        self._arranged: dict[tuple[str, bool], LentTensors] = {}  # by the digest of what was lent, and adopt
         self._in_use: Counter[str] = Counter()  # allocations that a worker reads
         self._lock = threading.RLock()  # the loop releases, a worker opens
 
@@ -203,9 +203,7 @@ class Mappings:
         return known if known is not None and known.plan.slots is plan.slots else None
 
     def keep(self, digest: str, lent: LentTensors, *, adopt: bool) -> None:
-        """Keep a remembered request's tensors, until it is forgotten or a region of it is unmapped. Without
-        placements they lie elsewhere for `adopt`.
-        """
+        """Keep a remembered request's tensors, until it is forgotten or a region of it is unmapped."""
         with self._lock:
             if digest in self._lent:
                 self._arranged[digest, adopt] = lent
@@ -289,12 +287,27 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
     if request.cuda_regions:
         _receive_from_gpu(request, sink, mappings, arena, adopt=adopt)
         return
+    if not adopt and not request.placements and len(request.regions) == 1:
+        _receive_packed(request.regions[0], sink, mappings)
+        return
     placements = _placements(request, sink.plan, arena, adopt=adopt)
     with mappings.using(request.regions), side_stream(mappings.device):
         regions = [mappings.open(region).data for region in request.regions]
         for handle, region in enumerate(regions):
             here = [place for place in placements if place.handle == handle]
             sink.write_whole([place.tensor for place in here], [place.offset for place in here], region)
+        sink.flush()
+
+
+def _receive_packed(region: ShmSegment, sink: Sink, mappings: Mappings) -> None:
+    """All tensors that are needed lie in one region, packed in the manifest's order."""
+    plan = sink.plan
+    positions = [plan.packed_offsets[index] for index in plan.needed]
+    for index, position in zip(plan.needed, positions, strict=True) if region.size < plan.packed_end else ():
+        if region.size < position + plan.sizes[index]:
+            raise _too_small(plan, RegionPlacement(index, 0, position), region)
+    with mappings.using([region]), side_stream(mappings.device):
+        sink.write_whole(plan.needed, positions, mappings.open(region).data)
         sink.flush()
 
 
@@ -316,7 +329,6 @@ def _receive_from_gpu(request: FromIpc, sink: Sink, mappings: Mappings, arena: A
 
 def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> list[RegionPlacement]:
     """Where each tensor that is needed lies; checked against the regions' number and sizes."""
-    tensors = plan.manifest.tensors
     if not request.placements:
         if len(request.all_regions) != 1:
             raise UpdateRefused(
@@ -330,23 +342,28 @@ def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> l
     else:
         placements = list(request.placements)
     for place in placements:
-        if not 0 <= place.tensor < len(tensors) or not 0 <= place.handle < len(request.all_regions):
+        if not 0 <= place.tensor < len(plan.slots) or not 0 <= place.handle < len(request.all_regions):
             raise UpdateRefused(
                 Reason.INVALID_UPDATE,
-                f"a placement names tensor {place.tensor} in region {place.handle}; there are {len(tensors)} "
-                f"tensors and {len(request.all_regions)} regions (counted from 0)",
+                f"a placement names tensor {place.tensor} in region {place.handle}; there are "
+                f"{len(plan.slots)} tensors and {len(request.all_regions)} regions (counted from 0)",
             )
-        size, end = request.all_regions[place.handle].size, place.offset + plan.sizes[place.tensor]
-        if place.offset < 0 or end > size:
-            raise UpdateRefused(
-                Reason.MEMORY_UNAVAILABLE,
-                f"{tensors[place.tensor].name} needs bytes [{place.offset}, {end}) of region "
-                f"{place.handle} ({_describe(request.all_regions[place.handle])}), which has {size}",
-            )
+        region = request.all_regions[place.handle]
+        if place.offset < 0 or place.offset + plan.sizes[place.tensor] > region.size:
+            raise _too_small(plan, place, region)
     placements = [place for place in placements if plan.slots[place.tensor] is not None]
     if adopt:
         _check_arena(request, plan, arena, placements)
     return placements
+
+
+def _too_small(plan: Plan, place: RegionPlacement, region: Region) -> UpdateRefused:
+    return UpdateRefused(
+        Reason.MEMORY_UNAVAILABLE,
+        f"{plan.manifest.tensor(place.tensor).name} needs bytes [{place.offset}, "
+        f"{place.offset + plan.sizes[place.tensor]}) of region {place.handle} "
+        f"({_describe(region)}), which has {region.size}",
+    )
 
 
 def _check_arena(request: FromIpc, plan: Plan, arena: Arena, placements: Sequence[RegionPlacement]) -> None:

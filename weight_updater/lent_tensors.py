@@ -111,8 +111,8 @@ def _grouped(offered: LentTensors, *, fast: bool) -> Groups:
 
 def _promised(sink: Sink, indexes: list[int]) -> Found | None:
     """What the manifest promises of tensors, whose trainer has read them; None if a checksum is missing."""
-    tensors = sink.plan.manifest.tensors
-    promised = [tensors[index].checksum for index in indexes]
+    checksums = sink.plan.manifest.checksums
+    promised = [checksums[index] for index in indexes]
     if None in promised:
         return None
     sink.promised.update(indexes)

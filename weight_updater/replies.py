@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from weight_updater.checksum import fold_by_name
+from weight_updater.checksum import fold
 from weight_updater.commit import Done
 from weight_updater.open_update import OpenUpdate
 from weight_updater.requests import Path, StageSeconds, UpdateReply, UpdateState
@@ -13,8 +11,8 @@ from weight_updater.requests import Path, StageSeconds, UpdateReply, UpdateState
 def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateReply:
     """An update that has not committed."""
     sink, plan = update.sink, update.plan
-    waiting = {index for index, _ in sink.incomplete()}
-    hashed = not update.request.skip_checksums and not waiting
+    num_needed, num_applied = sink.num_waiting()
+    hashed = not update.request.skip_checksums and not num_needed
     return UpdateReply(
         update_id=update.update_id,
         state=update.state,
@@ -23,14 +21,14 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
         commit_sequence=commit_sequence,
         path=update.path,
         staging=update.staging,
-        num_tensors=sum(index not in waiting for index in plan.applied),
+        num_tensors=len(plan.applied) - num_applied,
         num_bytes=sink.received_bytes,
         num_changed=update.num_changed,
         unmatched=plan.unmatched,
         seconds=StageSeconds(transfer=update.transfer_s, verify=update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s),
-        verified=update.verified and _checksums_came(update),
-        received_checksum=fold_by_name(_received_by_name(update)) if hashed else 0,
+        verified=update.verified and update.has_checksums,
+        received_checksum=_received(update) if hashed else 0,
         warnings=_warnings(update),
         extra_bytes=update.extra_bytes,
     )
@@ -43,19 +41,14 @@ def committed(
     version: int,
     previous_version: int,
     commit_sequence: int,
-    live: Mapping[str, int],
+    live: int,
 ) -> UpdateReply:
     """An update that has committed. seconds.pause is the commit's own time; the engine knows more.
 
-    live: slot -> checksum of every slot; empty if it is not known.
+    live: one checksum over all slots; 0 if it is not known.
     """
     sink, plan = update.sink, update.plan
     hashed = not update.request.skip_checksums
-    received = _received_by_name(update) if hashed else {}
-    received_checksum = fold_by_name(received) if hashed else 0
-    live_checksum = 0
-    if hashed and live:
-        live_checksum = received_checksum if received == live else fold_by_name(live)
     return UpdateReply(
         update_id=update.update_id,
         state=UpdateState.COMMITTED,
@@ -70,9 +63,9 @@ def committed(
         unmatched=plan.unmatched,
         seconds=_seconds(done, update.transfer_s, update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s + done.seconds),
-        verified=_checksums_came(update),
-        received_checksum=received_checksum,
-        live_checksum=live_checksum,
+        verified=update.has_checksums,
+        received_checksum=_received(update) if hashed else 0,
+        live_checksum=live if hashed else 0,
         graphs_kept=done.graphs_kept,
         graphs_recaptured=done.graphs_recaptured,
         graphs_reason=done.graphs_reason,
@@ -104,12 +97,12 @@ def rolled_back(
     )
 
 
-def _received_by_name(update: OpenUpdate) -> dict[str, int]:
-    """Checksums of what arrived, by the names of the slots that it was written to (a tied name counts as its
-    target's, once): of a full update without casts, the same as those of all that is live.
+def _received(update: OpenUpdate) -> int:
+    """One checksum over what arrived, by the names of the slots that it was written to (a tied name counts
+    as its target's, once): of a full update without casts, the same as that of all that is live.
     """
-    sink, plan = update.sink, update.plan
-    return dict(zip(plan.written, sink.received_checksums(plan.applied), strict=True))
+    values = update.sink.received_checksums(update.plan.applied)
+    return fold([values[at] for at in update.plan.by_name])
 
 
 def _seconds(done: Done, transfer_s: float, verify_s: float) -> StageSeconds:
@@ -127,15 +120,8 @@ def _gb_per_s(nbytes: int, seconds: float) -> float:
     return nbytes / seconds / 1e9 if seconds else 0.0
 
 
-def _checksums_came(update: OpenUpdate) -> bool:
-    tensors = update.plan.manifest.tensors
-    return not update.request.skip_checksums and all(
-        [tensors[index].checksum is not None for index in update.plan.needed]
-    )
-
-
 def _warnings(update: OpenUpdate) -> tuple[str, ...]:
-    if update.request.skip_checksums or _checksums_came(update):
+    if update.request.skip_checksums or update.has_checksums:
         return ()
     source = "the files carry" if update.path is Path.DISK else "the manifest carries"
     return (f"{source} no checksum for some tensors, so nothing shows that they arrived as they were sent",)

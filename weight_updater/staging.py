@@ -236,11 +236,11 @@ class CopyBorrowed:
             self._watched, self._copies, self._launch = sink.offered[0].made(key, copies)
         else:
             self._watched, self._copies, self._launch = copies()
-        tensors = sink.plan.manifest.tensors
+        dtypes = sink.plan.manifest.columns.dtypes
         self._casts = [
             (
                 target.arena.slot_view(live, sink.plan.slot(index).name).view(-1),
-                as_dtype(sink.borrowed[index], TORCH_DTYPES[tensors[index].dtype]),
+                as_dtype(sink.borrowed[index], TORCH_DTYPES[dtypes[index]]),
             )
             for index in sorted(sink.plan.casts.intersection(sink.borrowed).difference(sink.plan.twins))
         ]
@@ -271,7 +271,7 @@ class CopyBorrowed:
         if found == promised:
             return
         at = next(at for at, value in enumerate(found) if value != promised[at])
-        name = self._sink.plan.manifest.tensors[self._promised[at]].name
+        name = self._sink.plan.manifest.columns.names[self._promised[at]]
         raise WeightsTorn(
             Reason.CHECKSUM_MISMATCH,
             f"{name} was copied with checksum {found[at]:016x}, the trainer had hashed "

@@ -188,7 +188,7 @@ class WeightUpdater:
         if error is not None:
             raise self._end(error)
         update.touch()
-        if not update.sink.incomplete():
+        if not update.sink.num_waiting()[0]:
             update.state = UpdateState.RECEIVED
         if receive.request not in update.finished:
             update.finished.append(receive.request)

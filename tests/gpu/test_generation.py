@@ -24,7 +24,9 @@ def prompts_for(vocab_size: int, lengths: list[int], seed: int = 1) -> list[list
 
 
 def engine(directory, **config) -> LocalEngine:
-    values = dict(dtype="bfloat16", device="cuda", num_pages=2048, prefix_cache=False)
+    values = dict(
+        dtype="bfloat16", device="cuda", capture_prefill_tokens=(), num_pages=2048, prefix_cache=False
+    )
     return LocalEngine(directory, **(values | config))
 
 
@@ -231,12 +233,12 @@ def test_a_changed_weight_shows_in_a_captured_pass(graphs):
     after = graphs.generate(prompts, GREEDY)[0].logprobs
     norm.mul_(2.0)  # as it was, to the bit
     torch.cuda.synchronize()
-    assert graphs.runner.decode_graph.moved() == []
+    assert graphs.runner.graphs.moved() == []
     assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.05
 
 
 def test_graphs_are_captured_again_exactly_when_an_address_moved(graphs):
-    captured, target = graphs.runner.decode_graph, graphs.runner.target
+    captured, target = graphs.runner.graphs, graphs.runner.target
     assert captured.num_captured() == len(ALL_SIZES)
     prompts = prompts_for(128, [9, 30])
     graphs.restart()
