@@ -68,7 +68,7 @@ def main() -> None:
         per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
         num_generations=NUM_SAMPLES,
         max_completion_length=12,
-        learning_rate=2e-5,
+        learning_rate=5e-5,
         lr_scheduler_type="constant",
         bf16=False,  # as the engine, so that log-probabilities can be compared
         gradient_checkpointing=False,

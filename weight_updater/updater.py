@@ -154,9 +154,7 @@ class WeightUpdater:
             UpdateRefused: UNKNOWN_UPDATE, WRONG_STATE, INVALID_UPDATE.
         """
         update = self._require(request.update_id)
-        if update.receiving or update.state is UpdateState.PREPARED:
-            doing = "receiving" if update.receiving else "prepared"
-            raise UpdateRefused(Reason.WRONG_STATE, f"update {update.update_id} is {doing} already")
+        update.check_admits(request)
         update.touch()
         if update.state is UpdateState.RECEIVED and request in update.finished:
             return Receive(update, request, lambda: skip(chunks))  # a repeated call, its bytes are here
@@ -164,11 +162,11 @@ class WeightUpdater:
         if self._live.previous is not None and self._live.previous.staging is update.staging:
             self._live.previous = None  # its bytes are about to be overwritten
         if update.writes_live and not update.in_adopted and not update.request.skip_checksums:
-            work = after(self._live.know, work)  # while the slots still hold the old weights
-        update.receiving = True
+            work = after(update, self._live.know, work)  # while the slots still hold the old weights
+        update.num_receiving += 1
         if update.state is UpdateState.BEGUN:
             update.state = UpdateState.RECEIVING
-        return Receive(update, request, work, self._receivers.look(update, request))
+        return Receive(update, request, work, self._receivers.look(update, request), counted=True)
 
     def received(self, receive: Receive, error: Exception | None) -> UpdateReply:
         """LOOP. The worker is done with `receive`.
@@ -182,7 +180,7 @@ class WeightUpdater:
     def arrived(self, receive: Receive, error: Exception | None) -> None:
         """LOOP. `received` without a report, for an update that commits in the same call."""
         update = receive.update
-        update.receiving = False
+        update.num_receiving -= receive.counted
         if update is not self.open:
             raise self._history.end_of(update.update_id)
         if error is not None:
@@ -209,13 +207,14 @@ class WeightUpdater:
         self._verify(update)
 
     def run_all(self, receive: Receive) -> None:
-        """WORKER. `receive.run`, and at once `verify`: nothing else will come.
+        """WORKER. `receive.run`, and at once `verify`, unless another receiver is still at work.
 
         Raises:
             UpdateError: hand it to `arrived`.
         """
         receive.run()
-        self._verify(receive.update)
+        if receive.update.num_receiving == receive.counted:
+            self._verify(receive.update)
 
     def _verify(self, update: OpenUpdate) -> None:
         start = time.perf_counter()

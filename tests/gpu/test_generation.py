@@ -103,6 +103,7 @@ def run_alike(model: LocalEngine, prompts: list[list[int]], params: list[Samplin
     return sequences
 
 
+@pytest.mark.case("B060")
 @pytest.mark.parametrize("size", ALL_SIZES)
 def test_graphs_equal_eager_at_the_same_padded_shape(graphs, eager, size):
     """Token for token, at each size that is captured."""
@@ -166,6 +167,7 @@ def test_logits_are_as_near_to_transformers_as_its_own_in_bfloat16(references, g
     assert sums["ours"] < 2 * sums["transformers"] + 0.01, sums
 
 
+@pytest.mark.case("B059")
 def test_padding_touches_no_live_page(graphs):
     """Three rows in a pass of four: the pool outside their pages and the padding page stays as it was."""
     model = graphs
@@ -222,6 +224,7 @@ def test_penalties_and_bias_on_the_device(graphs):
     assert model.generate([prompt], biased)[0].output_ids == [77] * 4
 
 
+@pytest.mark.case("B057")
 def test_a_changed_weight_shows_in_a_captured_pass(graphs):
     prompts = prompts_for(128, [9])
     graphs.restart()
@@ -237,6 +240,7 @@ def test_a_changed_weight_shows_in_a_captured_pass(graphs):
     assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.05
 
 
+@pytest.mark.case("B057")
 def test_graphs_are_captured_again_exactly_when_an_address_moved(graphs):
     captured, target = graphs.runner.graphs, graphs.runner.target
     assert captured.num_captured() == len(ALL_SIZES)

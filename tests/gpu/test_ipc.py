@@ -87,6 +87,7 @@ def test_a_trainer_that_moves_its_weights(gpu_engine, trainer):
     )
 
 
+@pytest.mark.case("B097")
 def test_release_unmaps(gpu_engine, trainer):
     trainer.ask("train", seed=12)
     assert_live(gpu_engine, trainer, trainer.ask("push", staging="none"))
@@ -97,6 +98,7 @@ def test_release_unmaps(gpu_engine, trainer):
     assert_live(gpu_engine, trainer, trainer.ask("push", staging="none"))  # sent in full once more
 
 
+@pytest.mark.case("B101")
 @pytest.mark.parametrize("kind", ["expandable", "strided", "float32"])
 def test_what_cannot_be_lent_as_it_is(kind, gpu_engine, tiny_bf16_dir, start_trainer):
     env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if kind == "expandable" else {}

@@ -33,7 +33,7 @@ from trainers_adapters import (
 from trainers_adapters.cuda_lending import CudaLending
 from trainers_adapters.sending import Sender
 from weight_updater.checksum import checksum
-from weight_updater.requests import BeginUpdate, Staging
+from weight_updater.requests import BeginUpdate, Manifest, Staging
 from weight_updater.requests import Path as Way
 
 
@@ -140,7 +140,7 @@ class Trainer:
         lent = lending.lend(source, source.manifest(checksums=False))
         manifest = source.manifest()
         wrong = replace(manifest.tensors[3], checksum=manifest.tensors[3].checksum ^ 1)
-        manifest = replace(manifest, tensors=(*manifest.tensors[:3], wrong, *manifest.tensors[4:]))
+        manifest = Manifest((*manifest.tensors[:3], wrong, *manifest.tensors[4:]))
         update = BeginUpdate(path=Way.IPC, manifest=manifest, staging=Staging.NONE)
         try:
             self._client.update_from_ipc(update, lent.probed(), lent.placements)

@@ -388,6 +388,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("script")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--receivers-fd", type=int)
     arguments = parser.parse_args()
     script = Script(**json.loads(arguments.script))
     FakeEngine(script, socket.socket(fileno=arguments.fd)).run()

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests.engines import RunningEngine
 from trainers_adapters import push_weights
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.sending import Sender
-from weight_updater.requests import BeginUpdate, Inflight, UpdateReply
+from weight_updater.requests import BeginUpdate, Inflight, Manifest, UpdateReply
 from weight_updater.requests import Path as Way
 from weight_updater.safetensors_io import save_weights
 
@@ -186,7 +186,7 @@ class Bench:
         other = torch.full(spec.shape, random.uniform(1.5, 2.5)).to(self.weights.dtype)
         begin = BeginUpdate(
             path=Way.TENSOR,
-            manifest=replace(manifest, tensors=(spec,)),
+            manifest=Manifest((spec,)),
             partial=True,
             skip_checksums=True,
             inflight=Inflight.KEEP,
