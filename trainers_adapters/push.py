@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
+from trainers_adapters.resident import resident_bytes
 from trainers_adapters.send_distributed import BroadcastGroup
 from trainers_adapters.send_ipc import IpcArena
 from trainers_adapters.send_tensor import TensorStream
@@ -182,8 +183,10 @@ class _Push:
         self._sender = sender
         self._update = update
         verify = not update.skip_checksums
-        manifest = source.manifest(checksums=verify and not sender.hashes_bytes)
-        self._outgoing = Outgoing(source, manifest, self._started + timeout_s, verify)
+        resident = resident_bytes(source)
+        described = source if resident is None else resident
+        manifest = described.manifest(checksums=verify and not sender.hashes_bytes)
+        self._outgoing = Outgoing(source, manifest, self._started + timeout_s, verify, resident)
         self._pool = ThreadPoolExecutor(len(clients) + 1, thread_name_prefix="push")
 
     def run(self) -> PushReport:

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from trainers_adapters.resident import ResidentParameters
 from weight_updater import clean_name
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksums as checksums_of
 from weight_updater.names import is_adapter_name
+from weight_updater.packing import PackedBytes
 from weight_updater.requests import Manifest, TensorSpec
 
 
@@ -51,6 +53,7 @@ class ModuleSource:
         self._parameters = _named_once(module)
         self._described: list[tuple[torch.dtype, torch.Size]] = []
         self._manifest = Manifest(())  # of what `_described` says, without checksums
+        self._in_memory = ResidentParameters(self._parameters)
         if not self._parameters:
             raise ValueError(f"{type(module).__name__} has no parameters to push")
         for name, parameter in self._parameters.items():
@@ -69,7 +72,15 @@ class ModuleSource:
             tensor = whole(name, parameter.detach())
             yield name, tensor if self._dtype is None else tensor.to(self._dtype)
 
+    def resident(self) -> PackedBytes | None:
+        """Where the parameters lie, if they are sent as they are and lie in CPU memory; see resident.py."""
+        if self._dtype is not None:
+            return None
+        return self._in_memory.look(list(self._parameters.values()))
+
     def manifest(self, *, checksums: bool = True) -> Manifest:
+        if (packed := self.resident()) is not None:
+            return packed.manifest(checksums=checksums)
         described = [(self._dtype or p.dtype, p.shape) for p in self._parameters.values()]
         if described != self._described:  # else the same object, whose digest a sender knows
             named = zip(self._parameters, described, strict=True)

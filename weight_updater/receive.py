@@ -136,9 +136,13 @@ class Receivers:
         return kept + self.mappings.release(allocation_ids)
 
     def tick(self, now: float) -> None:
-        """LOOP. Let go, once a second, of memory whose trainer was done with it without a word."""
-        if self._segments is not None and now >= self._next_look:
-            self._next_look = now + LOOK_S
+        """LOOP. Let go, once a second, of memory and groups whose trainer left without a word."""
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        self.groups.drop_ended()
+        self.mappings.drop_unlinked()
+        if self._segments is not None:
             self._segments.drop_unlinked()
 
     def look(self, update: OpenUpdate, request: Request) -> Callable[[], None] | None:

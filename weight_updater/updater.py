@@ -78,6 +78,7 @@ class WeightUpdater:
         self._opener = Opener(target, self._live, self.buffers, self._manifests, hooks, lease_s)
         self._history = History()
         self._owner_checked = 0.0
+        self.on_ended: Callable[[OpenUpdate, UpdateError], None] = lambda *_: None  # LOOP; without a commit
 
     @property
     def version(self) -> int:
@@ -390,6 +391,7 @@ class WeightUpdater:
         self.open = None
         self._unpin()
         self._history.add_ended(update.update_id, ended)
+        self.on_ended(update, ended)
         return ended
 
     def _unpin(self) -> None:

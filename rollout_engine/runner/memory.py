@@ -1,11 +1,10 @@
-"""How much memory a device has left, and how fast it is."""
+"""How much memory a device has left."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import mmap
-import time
 from pathlib import Path
 
 import torch
@@ -73,19 +72,3 @@ def restore_contents(tensor: torch.Tensor) -> int:
         torch.OutOfMemoryError: a GPU has not enough now; the tensor stays as it is.
     """
     return virtual_memory.resume(tensor) if tensor.device.type == "cuda" else 0
-
-
-def measure_copy_rate(device: torch.device) -> float:
-    """Bytes per second of one plain copy of 64 MiB on `device`: the floor of every commit."""
-    source = torch.ones(64 << 20, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    best = float("inf")
-    for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return source.numel() / best

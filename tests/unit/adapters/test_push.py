@@ -189,6 +189,7 @@ def test_a_first_commit_that_was_refused_aborts_all(module, engines, clients):
     assert [engine.version for engine in engines] == [0, 0]
 
 
+@pytest.mark.case("B124")
 def test_a_commit_whose_answer_was_lost_is_asked_again(module, engines, clients):
     engines[0].once["CommitUpdate"] = GONE
     assert push_weights(ModuleSource(module), clients[0], 3).version == 3
