@@ -1,4 +1,4 @@
-"""How much memory a device has left, and how fast it is."""
+"""How much memory a device has left."""
 
 from __future__ import annotations
 

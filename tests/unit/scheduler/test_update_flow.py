@@ -12,7 +12,9 @@ import torch
 
 from rollout_engine import messages
 from rollout_engine.flows import FlowRunner
-from rollout_engine.update_flow import Gate, UpdateFlow
+from rollout_engine.gate import Gate
+from rollout_engine.update_flow import UpdateFlow
+from rollout_engine.update_records import UpdateRecords
 from tests.unit.weight_updater.tiny_target import EMBED, TinyTarget, make_updater, manifest_of, pack, weights
 from weight_updater.errors import Reason, UpdateError
 from weight_updater.requests import BeginUpdate, FromTensor, Path, Staging, UpdateReply, UpdateState
@@ -47,7 +49,14 @@ class Loop:
         self.updater = make_updater(self.target)
         idle: Any = NoSequences()
         self.updates = UpdateFlow(
-            self.updater, idle, Gate(), idle, lambda *_: None, lambda version: None, copy_bytes_per_second=1e9
+            self.updater,
+            idle,
+            Gate(),
+            idle,
+            finish=lambda *_: None,
+            end_too_old=lambda version: None,
+            copy_bytes_per_second=1e9,
+            records=UpdateRecords(self.updater),
         )
         self.flows = FlowRunner(wake=lambda: None)
         self.answers: dict[str, UpdateReply | Exception] = {}
