@@ -1,4 +1,4 @@
-"""A parent that has imported everything, and forks what tests want to kill: fronts, engines, trainers, clients.
+"""A parent that has imported everything, and forks what tests want to kill.
 
     python -m tests.faults.nursery SOCKET STUB MODEL_DIR
 
@@ -214,7 +214,7 @@ class _Parent:
             link.sendall(str(pid).encode())
 
     def _reap(self, pid: int) -> None:
-        role, link, pidfd = self._children.pop(pid)
+        _, link, pidfd = self._children.pop(pid)
         _, status = os.waitpid(pid, 0)
         self._selector.unregister(pidfd)
         os.close(pidfd)

@@ -17,7 +17,7 @@ import transformers
 from rollout_engine import engine_main
 from rollout_engine.config import ServeConfig
 from rollout_engine.server import app
-from tests.faults import client, trainer
+from tests.faults import client, crowd, trainer
 from tests.faults.weights import load_model
 from weight_updater import gloo_child
 
@@ -87,4 +87,5 @@ ROLES: dict[str, Callable[..., int]] = {
     "gloo": gloo,
     "trainer": _talking(trainer.main),
     "client": _talking(client.main),
+    "crowd": _talking(crowd.main),
 }

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.nursery import Forked, Nursery
-from trainers_adapters import RolloutClient, WeightsClient
+from tests.faults.weights import PROMPT
+from trainers_adapters import RolloutClient, RollsyncError, WeightsClient
 from weight_updater.shm import sweep
 
 LEASE_S = 0.8
@@ -26,8 +27,9 @@ _SEGMENT = re.compile(r"rollsync-[0-9a-f]{32}")
 class Stand:
     """A front and an engine that serve; `replace` starts others in their place."""
 
-    def __init__(self, nursery: Nursery, model_dir: Path, work_dir: Path) -> None:
+    def __init__(self, nursery: Nursery, model_dir: Path, work_dir: Path, num_pages: int = 96) -> None:
         self.nursery, self.work_dir = nursery, work_dir
+        self._num_pages = num_pages
         self._model_dir = model_dir
         self._num_started = 0
         self._baseline: dict[str, object] = {}
@@ -47,7 +49,7 @@ class Stand:
             "port": 0,
             "dtype": "float32",
             "num_threads": 1,
-            "num_pages": 96,
+            "num_pages": self._num_pages,
             "upload_slots": 4,
             "max_message_bytes": 64 << 10,
             "weights_roots": [str(self.work_dir)],
@@ -77,6 +79,14 @@ class Stand:
 
     def state(self):
         return self.rollout.info(timeout_s=10.0).state
+
+    def refusal(self) -> str:
+        """Why generation is refused; empty if it is not."""
+        try:
+            self.rollout.generate(PROMPT, max_tokens=1, timeout_s=20.0)
+        except RollsyncError as error:
+            return error.reason
+        return ""
 
     def until_quiet(self, seconds: float) -> None:
         """Wait until no update is open and no sequence lives."""
@@ -117,7 +127,11 @@ class Stand:
                 raise AssertionError(f"not given back: {excess}\n{_open_files(self.engine_pid)}")
             time.sleep(0.05)
         # Others on this machine may have lost a segment this very moment; what stays was lost by us.
-        until(lambda: not (_ownerless() - self.shm_before) or sweep() < 0, "/dev/shm is as it was", 3.0)
+        until(self._nothing_left, "/dev/shm is as it was", 3.0)
+
+    def _nothing_left(self) -> bool:
+        sweep()
+        return _ownerless() <= self.shm_before
 
     def _excess(self) -> dict[str, tuple[object, object]]:
         now = self.holdings()

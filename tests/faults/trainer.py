@@ -40,7 +40,7 @@ from trainers_adapters.sending import Outgoing, Sender
 from weight_updater.errors import UpdateError
 from weight_updater.requests import BeginUpdate, Inflight, Manifest, Staging
 
-MODEL: torch.nn.Module
+MODEL = torch.nn.Module()
 """Set by the nursery before it forks."""
 
 RECEIVE_TIMEOUT_S = 1.5

@@ -120,10 +120,8 @@ def _allowed_adopted(round_: Round, outcome: Outcome, moved: bool, ended: str | 
     return {"old", "torn"} if moved else {"old"}
 
 
-def check_records(
-    round_: Round, plan: dict, outcome: Outcome, records: list[dict], ledger: Ledger, versions: tuple
-) -> None:
-    """Every token was sampled under a version there was, in the order of the commits; errors were asked for."""
+def check_records(round_: Round, plan: dict, outcome: Outcome, records: list[dict], ledger: Ledger) -> None:
+    """Every token's version was live, in the order of the commits; every error was asked for."""
     last = -1
     for record in records:
         for _, version, sequence in record["spans"]:
