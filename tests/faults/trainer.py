@@ -75,6 +75,7 @@ class Script:
         self._words: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.close: Callable[[], None] = lambda: None
         self.live = True  # the plan's stage may be reached
+        self.finished = False
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -103,6 +104,7 @@ class Script:
 
     def finish(self, ended: str, reason: str = "", version: int = 0) -> None:
         """Report, and hold what the engine may live on until told to leave."""
+        self.finished = True
         self.say(ended=ended, reason=reason, version=version)
         while self._words.get() != "leave":
             pass
@@ -198,6 +200,8 @@ def main(talk: socket.socket, **fields: Any) -> int:
             act = _adopt if script.plan.path == "adopt" else _send
             act(script, client)
         except (RollsyncError, UpdateError) as error:
+            if script.finished:  # leaving: what it lent cannot be released over a channel that is closed
+                return 0 if error.reason == "CLOSED" else 1
             script.finish("refused", str(error.reason))
         except OSError as error:
             script.finish("refused", errno.errorcode.get(error.errno or 0, str(error)))
