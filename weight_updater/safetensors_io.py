@@ -5,19 +5,23 @@ are there, the single file is the checkpoint. The index is not trusted: what it 
 directory (or in a root that the caller trusts), symbolic links included, and is not opened otherwise.
 
 Our writer gives shards names that were never used before and moves the index last, so a reader sees
-the old checkpoint or the new one, never some of each.
+the old checkpoint or the new one, never some of each. A writer that is killed leaves what it had written
+under a temporary name; the next one removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import secrets
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import BinaryIO
 
 import torch
 
@@ -43,6 +47,9 @@ _MAX_INDEX_BYTES = 1 << 28
 _DATA_ALIGNMENT = 256  # of the first tensor's byte in a file that we write
 _WRITE_BYTES = 16 << 20  # copied at a time from a device or a strided tensor
 _BUFFER_BYTES = 1 << 20  # small tensors are written together
+_TEMPORARY = re.compile(r"\.rollsync-[0-9a-f]{16}\.tmp\Z")
+_LOCKED_WITHIN_S = 60.0
+"""Nobody needs longer from creating a temporary file to locking it."""
 _OWN_SHARD = re.compile(r"model-\d{5}-of-\d{5}-[0-9a-f]{16}\.safetensors\Z")
 
 
@@ -216,23 +223,26 @@ def save_weights(
         ValueError: a name that comes twice, no tensor at all, or another dtype.
     """
     os.makedirs(directory, exist_ok=True)
+    _remove_abandoned(directory)
     temporary: list[str] = []
     weight_map: dict[str, int] = {}
     try:
-        for shard in _shards(tensors, max_shard_bytes):
-            for name, tensor in shard:
-                if name in weight_map:
-                    raise ValueError(f"{name} is to be saved twice")
-                if tensor.dtype not in DTYPE_NAMES:
-                    raise ValueError(
-                        f"{name} is {tensor.dtype}; weights are saved as {', '.join(DTYPE_CODES)}"
-                    )
-                weight_map[name] = len(temporary)
-            temporary.append(os.path.join(directory, f".rollsync-{secrets.token_hex(8)}.tmp"))
-            _write_file(temporary[-1], shard, checksums)
-        if not temporary:
-            raise ValueError(f"no tensors to save in {directory}")
-        _publish(directory, temporary, weight_map)
+        with contextlib.ExitStack() as held:  # open files and their locks, which say that we are alive
+            for shard in _shards(tensors, max_shard_bytes):
+                for name, tensor in shard:
+                    if name in weight_map:
+                        raise ValueError(f"{name} is to be saved twice")
+                    if tensor.dtype not in DTYPE_NAMES:
+                        raise ValueError(
+                            f"{name} is {tensor.dtype}; weights are saved as {', '.join(DTYPE_CODES)}"
+                        )
+                    weight_map[name] = len(temporary)
+                temporary.append(os.path.join(directory, f".rollsync-{secrets.token_hex(8)}.tmp"))
+                file = held.enter_context(open(temporary[-1], "xb", buffering=_BUFFER_BYTES))
+                _write_file(file, shard, checksums)
+            if not temporary:
+                raise ValueError(f"no tensors to save in {directory}")
+            _publish(directory, temporary, weight_map)
     finally:
         for path in temporary:
             with contextlib.suppress(FileNotFoundError):
@@ -254,19 +264,32 @@ def _shards(
         yield shard
 
 
-def _write_file(path: str, shard: list[tuple[str, torch.Tensor]], checksums: bool) -> None:
+def _remove_abandoned(directory: str) -> None:
+    """Remove the temporary files of writers that were killed: those that nobody holds a lock on."""
+    for name in filter(_TEMPORARY.match, os.listdir(directory)):
+        path = os.path.join(directory, name)
+        # Another writer may be as quick; and a file system without locks tells nothing, so nothing goes.
+        with contextlib.suppress(OSError), open(path, "rb+") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _LOCKED_WITHIN_S:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+
+
+def _write_file(file: BinaryIO, shard: list[tuple[str, torch.Tensor]], checksums: bool) -> None:
+    """Write and sync a file, and lock it: the lock lasts until it is closed."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     # The format allows no holes: whole words first, then by falling item size, so that every tensor is
     # aligned to its items and, but for the odd-sized ones at the end, to 8 bytes.
     shard = sorted(shard, key=lambda item: (item[1].nbytes % 8 != 0, -item[1].element_size()))
     raw = _header(shard, checksums)
-    with open(path, "xb", buffering=_BUFFER_BYTES) as file:
-        file.write(len(raw).to_bytes(8, "little"))
-        file.write(raw)
-        for _, tensor in shard:
-            for part in _row_major_bytes(tensor):
-                file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+    file.write(len(raw).to_bytes(8, "little"))
+    file.write(raw)
+    for _, tensor in shard:
+        for part in _row_major_bytes(tensor):
+            file.write(part)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _header(shard: list[tuple[str, torch.Tensor]], checksums: bool) -> bytes:
