@@ -252,7 +252,7 @@ class Player:
             assert "SIGKILL" in stand.state().not_serving_reason
             assert stand.refusal() == "ENGINE_DEAD"
         else:
-            until(lambda: "engine" not in stand.nursery.children(), "the engine ends with its front")
+            stand.until_engine_ended()
 
     def _replace(self, round_: Round) -> None:
         """Another engine takes the place; it keeps requests out until it has what was committed."""

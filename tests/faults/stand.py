@@ -58,6 +58,7 @@ class Stand:
             "initial_version": version,
             "min_version": min_version,
         }
+        others = set(self.nursery.children().get("engine", ()))
         self.front = self.nursery.fork("front", config=config, ready_file=str(ready))
         deadline = time.monotonic() + 60
         while not ready.exists():
@@ -66,7 +67,7 @@ class Stand:
         self.address = json.loads(ready.read_text())["address"]
         ready.unlink()
         self.rollout, self.weights = RolloutClient(self.address), WeightsClient(self.address)
-        (self.engine_pid,) = self.nursery.children()["engine"]
+        (self.engine_pid,) = set(self.nursery.children()["engine"]) - others
 
     def stop(self) -> None:
         """SIGTERM, as an operator would."""
@@ -75,7 +76,13 @@ class Stand:
         self.front.signal(signal.SIGTERM)
         assert self.front.wait(20) is not None, "the front did not stop on SIGTERM"
         self.front.close()
-        until(lambda: "engine" not in self.nursery.children(), "the engine ends with its front")
+        self.until_engine_ended()
+
+    def until_engine_ended(self) -> None:
+        until(
+            lambda: self.engine_pid not in self.nursery.children().get("engine", ()),
+            "the engine ends with its front",
+        )
 
     def state(self):
         return self.rollout.info(timeout_s=10.0).state

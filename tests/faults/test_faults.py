@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.__main__ import playground
+from tests.faults.__main__ import player_on
 from tests.faults.play import Player
 from tests.faults.rounds import PATHS, STAGES, STAGINGS, all_kinds, pairwise, parse
 
@@ -23,8 +23,8 @@ FOUND = [
 
 
 @pytest.fixture(scope="module")
-def player() -> Iterator[Player]:
-    with playground() as made:
+def player(parent, faults_model, faults_dir) -> Iterator[Player]:
+    with player_on(parent, faults_model, faults_dir) as made:
         yield made
 
 
