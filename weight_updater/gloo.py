@@ -34,14 +34,13 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import DistNetworkError
 
-from weight_updater.buckets import BucketPlan
+from weight_updater.buckets import BucketPlan, Cut
 from weight_updater.meeting import (
     FAILED,
     LOOK_S,
     Member,
     compare_headers,
     connect,
-    header_of,
     refusal,
     say_hello,
     take_back_hello,
@@ -83,14 +82,14 @@ class GlooGroup:
         """A block in which this rank's device is the calling thread's: nothing to do on a CPU."""
         return contextlib.nullcontext()
 
-    def agree(self, plan: BucketPlan, timeout_s: float) -> None:
+    def agree(self, plan: BucketPlan | Cut, timeout_s: float) -> None:
         """Compare headers with all ranks before the first bucket.
 
         Raises:
             UpdateRefused: MANIFEST_MISMATCH on all ranks, which leaves the group usable; else TIMEOUT or
                 PEER_LOST.
         """
-        ours = header_of(plan)
+        ours = (plan.cut if isinstance(plan, BucketPlan) else plan).header()
         data = json.dumps(ours).encode().ljust(_HEADER_BYTES)
         gathered = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8) for _ in range(self.member.world_size)]
         options = AllgatherOptions()

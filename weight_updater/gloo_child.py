@@ -4,7 +4,7 @@ It speaks JSON lines: commands on stdin, answers on stdout. Buckets go into a sh
 halves, so that the engine copies one while the next arrives.
 
     -> {"do": "join", ...}                       <- {"is": "joined"}
-    -> {"do": "receive", manifest, segment ...}  <- {"is": "opened"} {"is": "agreed"}
+    -> {"do": "receive", cut, segment ...}       <- {"is": "opened"} {"is": "agreed"}
                                                  <- {"is": "bucket", "bucket": k}   for each, in order
     -> {"do": "free"}       one half is free again, for each bucket
                                                  <- {"is": "received"}
@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
-from weight_updater.buckets import plan_buckets
+from weight_updater.buckets import Cut
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.gloo import GlooGroup
 from weight_updater.meeting import Member
-from weight_updater.requests import Manifest, ShmSegment, TensorSpec
+from weight_updater.requests import ShmSegment
 from weight_updater.shm import SharedSegment
 
 Message = dict[str, Any]
@@ -84,18 +84,17 @@ class Child:
 
     def _receive(self, command: Message) -> None:
         assert self.group is not None, "the engine joins first"
-        manifest = Manifest(tuple(TensorSpec(n, d, tuple(s)) for n, d, s in command["tensors"]))
-        plan = plan_buckets(manifest, command["bucket_bytes"])
+        cut = Cut(**command["cut"])
         timeout_s: float = command["timeout_s"]
         if command["segment"] is not None:
             self._open(ShmSegment(*command["segment"]))
         answer({"is": "opened"})
-        self.group.agree(plan, timeout_s)
+        self.group.agree(cut, timeout_s)
         answer({"is": "agreed"})
-        for bucket in range(len(plan)):
+        for bucket in range(len(cut)):
             # The engine limits this wait: if it does not free a half, it ends this process.
             self.free_halves.acquire()
-            half = self._halves[bucket % 2][: plan.size(bucket)]
+            half = self._halves[bucket % 2][: cut.size(bucket)]
             self.group.wait(self.group.broadcast(half, timeout_s), bucket, timeout_s)
             answer({"is": "bucket", "bucket": bucket})
         for _ in range(2):  # both halves free: the engine has put everything away

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
@@ -89,8 +90,7 @@ class ChildGroup:
         self._say(
             {
                 "do": "receive",
-                "tensors": [(t.name, t.dtype, t.shape) for t in plan.manifest.tensors],
-                "bucket_bytes": plan.bucket_bytes,
+                "cut": dataclasses.asdict(plan.cut),
                 "timeout_s": timeout_s,
                 "segment": fresh,
             }

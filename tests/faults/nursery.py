@@ -179,9 +179,9 @@ class _Parent:
         link, _ = self._listener.accept()
         data, fds, _, _ = socket.recv_fds(link, 1 << 16, 8)
         if data[:1] != b"{":  # a stub
-            arguments = data.decode().split("\0")[1:]
-            role = "gloo" if "weight_updater.gloo_child" in arguments else "engine"
-            self._fork(link, role, {}, fds)
+            words = data.decode().split("\0")[1:]
+            module = words[words.index("-m") + 1]
+            self._fork(link, module.rpartition(".")[2], {"words": words}, fds)
             return
         request = json.loads(data)
         if "role" in request:

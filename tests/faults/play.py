@@ -158,7 +158,10 @@ class Player:
         elif strike == "kill client":
             client.kill()
         elif strike == "kill group":
-            for pid in stand.nursery.children().get("gloo", ()):
+            for pid in stand.nursery.children().get("gloo_child", ()):
+                os.kill(pid, signal.SIGKILL)
+        elif strike == "kill receivers":
+            for pid in stand.nursery.children().get("receiver", ()):
                 os.kill(pid, signal.SIGKILL)
         elif strike == "roll back":
             reply = stand.weights.rollback()
@@ -263,7 +266,9 @@ class Player:
             stand.rollout.close()
             stand.weights.close()
             stand.front.close()
-        until(lambda: "gloo" not in stand.nursery.children(), "the group children end with their engine")
+        until(
+            lambda: "gloo_child" not in stand.nursery.children(), "the group children end with their engine"
+        )
         lost = self._ledger.highest
         stand.start(version=lost, min_version=lost + 1)
         self._ledger.restart(lost)

@@ -18,6 +18,8 @@ from weight_updater.shm import sweep
 LEASE_S = 0.8
 UPLOAD_LEASE_S = 1.5
 """How long the engine waits for the next chunk of a stream: its own lease, not an update's."""
+WORKERS = 4
+"""Threads of the engine's pool, which start when they are needed and stay."""
 GIVEN_BACK_S = 6.0
 """How long a round's things may take to be given back."""
 
@@ -32,7 +34,7 @@ class Stand:
         self._num_pages = num_pages
         self._model_dir = model_dir
         self._num_started = 0
-        self._baseline: dict[str, object] = {}
+        self._baseline: dict[str, int] = {}
         self.front: Forked
         self.address = ""
         self.rollout: RolloutClient
@@ -51,6 +53,7 @@ class Stand:
             "num_threads": 1,
             "num_pages": self._num_pages,
             "upload_slots": 4,
+            "stream_receivers": 2,
             "max_message_bytes": 64 << 10,
             "weights_roots": [str(self.work_dir)],
             "reserve_device_staging": True,
@@ -58,7 +61,7 @@ class Stand:
             "initial_version": version,
             "min_version": min_version,
         }
-        others = set(self.nursery.children().get("engine", ()))
+        others = set(self.nursery.children().get("engine_main", ()))
         self.front = self.nursery.fork("front", config=config, ready_file=str(ready))
         deadline = time.monotonic() + 60
         while not ready.exists():
@@ -67,7 +70,7 @@ class Stand:
         self.address = json.loads(ready.read_text())["address"]
         ready.unlink()
         self.rollout, self.weights = RolloutClient(self.address), WeightsClient(self.address)
-        (self.engine_pid,) = set(self.nursery.children()["engine"]) - others
+        (self.engine_pid,) = set(self.nursery.children()["engine_main"]) - others
 
     def stop(self) -> None:
         """SIGTERM, as an operator would."""
@@ -80,7 +83,7 @@ class Stand:
 
     def until_engine_ended(self) -> None:
         until(
-            lambda: self.engine_pid not in self.nursery.children().get("engine", ()),
+            lambda: self.engine_pid not in self.nursery.children().get("engine_main", ()),
             "the engine ends with its front",
         )
 
@@ -105,7 +108,7 @@ class Stand:
 
     # ------------------------------------------------------------ what must be given back
 
-    def holdings(self) -> dict[str, object]:
+    def holdings(self) -> dict[str, int]:
         """What engine and front hold now."""
         state = self.state()
         return {
@@ -116,14 +119,14 @@ class Stand:
             "front descriptors": len(_descriptors(self.front.pid)),
             "front mappings": _segments_of(self.front.pid),
             "ports": _listening(self.engine_pid) + _listening(self.front.pid),
-            "children": {role: len(pids) for role, pids in self.nursery.children().items()},
-        }
+        } | {f"{role} processes": len(pids) for role, pids in self.nursery.children().items()}
 
     def take_baseline(self) -> None:
         """After a warm-up: later rounds must come back to this."""
         until(lambda: self.holdings() == self.holdings(), "the warm-up has settled")
         time.sleep(0.3)
         self._baseline = self.holdings()
+        self._baseline["engine threads"] += WORKERS  # of its pool, some have not been needed yet
 
     def check_given_back(self) -> None:
         """Everything that the round took is there again, and shared memory is as it was."""
@@ -140,12 +143,12 @@ class Stand:
         sweep()
         return _ownerless() <= self.shm_before
 
-    def _excess(self) -> dict[str, tuple[object, object]]:
-        now = self.holdings()
+    def _excess(self) -> dict[str, tuple[int, int]]:
+        """What is held beyond the baseline. Less is no fault: a killed receiver is replaced when it is missed."""
         return {
-            key: (before, now[key])
-            for key, before in self._baseline.items()
-            if (now[key] > before if isinstance(before, int) else now[key] != before)  # type: ignore[operator]
+            what: (self._baseline.get(what, 0), now)
+            for what, now in self.holdings().items()
+            if self._baseline and now > self._baseline.get(what, 0)
         }
 
 

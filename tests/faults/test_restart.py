@@ -1,4 +1,4 @@
-"""Crash and restart on real processes: SIGTERM drains, old versions are kept out, a fleet stays of one mind."""
+"""Crash and restart on real processes: drained, kept out below a version, one version in a fleet."""
 
 from __future__ import annotations
 

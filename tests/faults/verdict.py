@@ -102,6 +102,8 @@ def allowed(round_: Round, plan: dict, outcome: Outcome, moved: bool) -> set[str
         may_be |= {"new"}
     if round_.strike == "stop engine":
         may_be |= {"new"}
+    if round_.path == "tensor" and round_.strike == "close channel" and round_.stage == "begun":
+        may_be |= {"torn"} if round_.staging == "none" else set()  # its streams have channels of their own
     writes = round_.staging == "none" and round_.stage in ("transfer", "sent", "prepared", "commit")
     if writes or (round_.staging == "none" and round_.strike == "stop trainer" and ended == "refused"):
         may_be |= {"torn"}
