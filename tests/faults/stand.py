@@ -144,7 +144,7 @@ class Stand:
         return _ownerless() <= self.shm_before
 
     def _excess(self) -> dict[str, tuple[int, int]]:
-        """What is held beyond the baseline. Less is no fault: a killed receiver is replaced when it is missed."""
+        """What is held beyond the baseline. Less is no fault: a killed receiver is replaced when missed."""
         return {
             what: (self._baseline.get(what, 0), now)
             for what, now in self.holdings().items()
