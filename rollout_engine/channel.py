@@ -47,7 +47,7 @@ class Channel:
         """The next bytes; fewer where the other end closed, or died with something unread."""
         try:
             found: bytes = self._stream.read(nbytes)
-        except ConnectionResetError:
+        except (ConnectionResetError, ValueError):  # ValueError: this end was closed meanwhile
             return b""
         return found
 
@@ -65,4 +65,5 @@ class Channel:
         """Close this end; a thread that reads it ends."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+        self._stream.close()  # the socket stays open as long as this does
         self._sock.close()

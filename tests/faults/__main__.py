@@ -25,6 +25,7 @@ from tests.faults.rounds import Round, endless, parse
 from tests.faults.stand import Stand
 from tests.faults.verdict import Ledger
 from tests.tiny import make_tiny
+from trainers_adapters import RollsyncError
 
 COUNTS = Path(__file__).with_name("counts.json")
 
@@ -77,7 +78,7 @@ def soak(minutes: float, seed: int) -> int:
         try:
             with playground() as player:
                 _soak(player, rounds, deadline, played)
-        except AssertionError:
+        except (AssertionError, RollsyncError):
             traceback.print_exc()
             num_failed += 1
         finally:
@@ -130,7 +131,7 @@ def main() -> int:
         if chosen.command == "soak":
             return soak(chosen.minutes, chosen.seed)
         return repeat(chosen.round, chosen.times)
-    except AssertionError:
+    except (AssertionError, RollsyncError):
         traceback.print_exc()
         return 1
 

@@ -191,7 +191,8 @@ class Player:
         else:
             assert state.status == "not_serving"
             assert state.not_serving_reason
-            assert self._stand.refusal() == "NOT_SERVING"
+            refusal = self._stand.refusal()
+            assert refusal == "NOT_SERVING", f"{refusal!r} after {state}"
         permitted = allowed(round_, plan, outcome, bool(moved))
         assert verdict in permitted, (
             f"the engine is {verdict}, may be {permitted}: {state.not_serving_reason!r}; {outcome}; {plan}"
@@ -241,7 +242,7 @@ class Player:
         source = Named(self._ledger.weights(version).items())
         stream = TensorStream(chunk_bytes=16384)
         report = push_weights(
-            source, self._stand.weights, version, via=stream, inflight="abort", timeout_s=30.0
+            source, self._stand.weights, version, via=stream, inflight="abort", lease_s=20.0
         )
         assert report.version == version
         assert self._check_serves(version, version) == "new"

@@ -18,6 +18,8 @@ SEED = int(os.environ.get("FAULTS_SEED") or random.SystemRandom().randrange(1_00
 FOUND = [
     "segment / device / prepared / kill front / 484875",  # the engine lived on without its front
     "ipc / host / prepared / kill trainer / 95460",  # the dead trainer's memory stayed mapped
+    "distributed / host / begun / kill trainer / 640349",  # its group's child lived on
+    "tensor / none / transfer / kill receivers / 750237",  # the engine kept their sockets
 ]
 """Rounds that once showed a fault of the product."""
 
