@@ -30,7 +30,8 @@ class Channel:
         payload = messages.encoder.encode(message)
         try:
             with self._send_lock:
-                self._sock.sendall(HEADER.pack(len(payload)) + payload)
+                if self._sock.fileno() >= 0:  # else this end was closed: the other one is gone
+                    self._sock.sendall(HEADER.pack(len(payload)) + payload)
         except (BrokenPipeError, ConnectionResetError):
             return
 
@@ -66,4 +67,5 @@ class Channel:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._stream.close()  # the socket stays open as long as this does
-        self._sock.close()
+        with self._send_lock:  # nobody is to write to what has its descriptor next
+            self._sock.close()
