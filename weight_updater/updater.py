@@ -208,8 +208,8 @@ class WeightUpdater:
         self._verify(update)
 
     def run_all(self, receive: Receive) -> None:
-        """WORKER. `receive.run`, and at once `verify`, unless another receiver is at work. What it raises is for
-        `arrived`.
+        """WORKER. `receive.run`, and at once `verify` unless another receiver is at work. `arrived` wants what
+        it raises.
         """
         receive.run()
         if receive.update.num_receiving == receive.counted:
