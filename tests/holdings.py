@@ -40,6 +40,13 @@ def born(pid: int) -> str:
     return "" if fields[0] == "Z" else fields[19]
 
 
+ENGINE = "rollout_engine.engine_main"
+
+
+def _command(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+
+
 def held_by(pid: int) -> Holdings:
     """Of one process."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -56,9 +63,10 @@ def held(front: int, trainer: int) -> Holdings:
     """Of an engine's two processes and its trainer's.
 
     Args:
-        front: the process that was started as `rollsync serve`; its child is the engine.
+        front: the process that was started as `rollsync serve`; one of its children is the engine, others
+            receive streams.
     """
-    (engine,) = children_of(front)
+    (engine,) = [child for child in children_of(front) if ENGINE in _command(child)]
     found: Holdings = {}
     for who, pid in {"trainer": trainer, "front": front, "engine": engine}.items():
         found |= {f"{who} {what}": value for what, value in held_by(pid).items()}

@@ -51,9 +51,9 @@ class ModuleSource:
     def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._parameters = _named_once(module)
+        self._in_memory = ResidentParameters(self._parameters)
         self._described: list[tuple[torch.dtype, torch.Size]] = []
         self._manifest = Manifest(())  # of what `_described` says, without checksums
-        self._in_memory = ResidentParameters(self._parameters)
         if not self._parameters:
             raise ValueError(f"{type(module).__name__} has no parameters to push")
         for name, parameter in self._parameters.items():

@@ -208,8 +208,10 @@ class WeightUpdater:
         self._verify(update)
 
     def run_all(self, receive: Receive) -> None:
-        """WORKER. `receive.run`, and at once `verify` unless another receiver is at work. `arrived` wants what
-        it raises.
+        """WORKER. `receive.run`, and at once `verify`, unless another receiver is still at work.
+
+        Raises:
+            UpdateError: hand it to `arrived`.
         """
         receive.run()
         if receive.update.num_receiving == receive.counted:
