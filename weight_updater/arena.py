@@ -113,10 +113,6 @@ class Arena:
     def layout(self) -> Layout:
         return Layout(tuple(self.placements.values()), self.nbytes)
 
-    def storage_offset(self, key: str) -> int:
-        """Bytes from the start of the arena to storage `key`."""
-        return self._storage_offset[key]
-
     def canonical(self, name: str) -> str:
         """The slot that holds `name`'s bytes: itself, or the target of an alias."""
         return self.aliases.get(name, name)
@@ -197,6 +193,7 @@ class WeightTarget:
         """
         for key, parameter in self._parameters.items():
             parameter.data = self.arena.storage_view(buffer, key)
+        self._homes = [(key, p, p.data_ptr()) for key, p in self._parameters.items() if p.numel()]
         self.buffer = buffer
         self._bytes: dict[str, torch.Tensor] = {}
         self._kept: dict[object, Any] = {}
@@ -228,12 +225,7 @@ class WeightTarget:
         """Names of the model's parameters that do not lie where updates write: somebody gave the module
         another Parameter, which unties a head, or the Parameter other memory. Empty while all is well.
         """
-        start = self.buffer.data_ptr()
-        moved = [
-            key
-            for key, parameter in self._parameters.items()
-            if parameter.numel() and parameter.data_ptr() != start + self.arena.storage_offset(key)
-        ]
+        moved = [key for key, parameter, home in self._homes if parameter.data_ptr() != home]
         return [*self._rebound(), *moved]
 
     def addresses(self) -> dict[str, int]:

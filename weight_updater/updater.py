@@ -208,11 +208,7 @@ class WeightUpdater:
         self._verify(update)
 
     def run_all(self, receive: Receive) -> None:
-        """WORKER. `receive.run`, and at once `verify`, unless another receiver is still at work.
-
-        Raises:
-            UpdateError: hand it to `arrived`.
-        """
+        """WORKER. `receive.run`, then `verify` unless another receiver is at work; raises for `arrived`."""
         receive.run()
         if receive.update.num_receiving == receive.counted:
             self._verify(receive.update)

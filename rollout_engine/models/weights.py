@@ -59,8 +59,11 @@ def build_model(
     parameters, places = _give_homes(model, config.dtype, device)
     buffer = None if home is None else home(arena)
 
+    # Looked up where modules keep them: asking each module would take longer than the rest of a begin.
+    held = [(module._parameters, path, leaf, own) for path, module, leaf, own in places]
+
     def rebound() -> list[str]:
-        return [f"{path}.{leaf}" for path, module, leaf, own in places if getattr(module, leaf) is not own]
+        return [f"{path}.{leaf}" for here, path, leaf, own in held if here.get(leaf) is not own]
 
     target = WeightTarget(arena, parameters, device, is_buffer, model.finalise, buffer, rebound)
     target.finalise()
