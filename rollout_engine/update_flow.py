@@ -98,7 +98,7 @@ class UpdateFlow:
             begun = yield from self._begin(command.begin)
             request = dataclasses.replace(request, update_id=begun.update_id)
             try:
-                yield from self._receive(command.call_id, request)
+                yield from self._receive(command.call_id, request, alone=True)
                 return (yield from self._commit(begun.update_id))
             except UpdateError as error:
                 self._end_failed(begun.update_id, error)
@@ -185,7 +185,10 @@ class UpdateFlow:
             self._require_open(reply.update_id)
         return reply
 
-    def _receive(self, call_id: int, request: messages.FromAny) -> Flow:
+    def _receive(self, call_id: int, request: messages.FromAny, *, alone: bool = False) -> Flow:
+        """Bring bytes in. alone: nothing else will come for the update; the worker that has brought them in
+        verifies them too, and nothing is told.
+        """
         if request.update_id and (done := self._replay(request.update_id)):
             return done
         opened = self._updater.open
@@ -202,13 +205,19 @@ class UpdateFlow:
             if receive.writes_live:
                 error = yield from self._clear_the_way(receive)
             if error is None and self._is_open(update_id):
-                yield OffLoop(receive.run)
+                self._num_working += alone  # another update's commit must not come while this is verified
+                try:
+                    yield OffLoop((lambda: self._updater.run_all(receive)) if alone else receive.run)
+                finally:
+                    self._num_working -= alone
         except Exception as caught:  # noqa: BLE001 - the updater decides what the fault means
             error = caught
         finally:
             self._num_receiving -= 1
             self._feeds.pop(call_id, None)
         try:
+            if alone:
+                return self._updater.arrived(receive, error)
             return self._updater.received(receive, error)  # raises what ended the update, if it has
         except UpdateError:
             self._interrupt_ended()

@@ -51,7 +51,7 @@ class IpcArena(Sender):
         if self._lending is not None:
             self._lending.let_go()
         named = [] if outgoing.resident is not None else list(outgoing.source)
-        if named and all(tensor.device.type == "cuda" for _, tensor in named):
+        if named and all([tensor.is_cuda for _, tensor in named]):
             return self._lend(named, outgoing)
         self._lent = None
         if not self._segment.fits(outgoing):
@@ -76,7 +76,7 @@ class IpcArena(Sender):
             return {}
         checksums, nonfinite = self._lending.scan()
         self._scanned = not nonfinite  # else the engine looks itself, and decides
-        return {"manifest": outgoing.manifest.with_checksums(checksums)}
+        return {"checksums": tuple(checksums)}
 
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
         return self._update(client, begun.update_id, outgoing)

@@ -52,6 +52,8 @@ class ModuleSource:
         self._dtype = dtype
         self._parameters = _named_once(module)
         self._in_memory = ResidentParameters(self._parameters)
+        self._described: list[tuple[torch.dtype, torch.Size]] = []
+        self._manifest = Manifest(())  # of what `_described` says, without checksums
         if not self._parameters:
             raise ValueError(f"{type(module).__name__} has no parameters to push")
         for name, parameter in self._parameters.items():
@@ -79,20 +81,17 @@ class ModuleSource:
     def manifest(self, *, checksums: bool = True) -> Manifest:
         if (packed := self.resident()) is not None:
             return packed.manifest(checksums=checksums)
+        described = [(self._dtype or p.dtype, p.shape) for p in self._parameters.values()]
+        if described != self._described:  # else the same object, whose digest a sender knows
+            named = zip(self._parameters, described, strict=True)
+            specs = [TensorSpec(name, DTYPE_NAMES[dtype], tuple(shape)) for name, (dtype, shape) in named]
+            self._manifest, self._described = Manifest(tuple(specs)), described
         if not checksums:
-            sums: list[int | None] = [None] * len(self._parameters)
-        elif self._dtype is None:
-            sums = list(checksums_of([tensor for _, tensor in self]))
-        else:  # one cast copy at a time
-            sums = [checksums_of([tensor])[0] for _, tensor in self]
-        return Manifest(
-            tuple(
-                [
-                    TensorSpec(name, DTYPE_NAMES[self._dtype or p.dtype], tuple(p.shape), value)
-                    for (name, p), value in zip(self._parameters.items(), sums, strict=True)
-                ]
-            )
-        )
+            return self._manifest
+        if self._dtype is None:
+            return self._manifest.with_checksums(checksums_of([tensor for _, tensor in self]))
+        # One cast copy at a time.
+        return self._manifest.with_checksums([checksums_of([tensor])[0] for _, tensor in self])
 
 
 def _named_once(module: nn.Module) -> dict[str, nn.Parameter]:
