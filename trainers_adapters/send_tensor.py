@@ -23,6 +23,8 @@ CHUNK_BYTES = 2 << 20
 """Bytes of a chunk: large for what a message costs, small enough for its copies to stay in the cache."""
 MESSAGES_AHEAD = 2
 """That are made while one is sent."""
+STOP_SECONDS = 1.0
+"""How long a stream that failed waits for the thread that made its messages."""
 CONNECT_SECONDS = 3.0
 """How long a receiver that an engine names may take to be reached before the stream does without it."""
 
@@ -171,9 +173,8 @@ class _Dealt:
             return next(self._chunks)
 
     def stop(self) -> None:
-        """Nothing more is dealt out."""
-        with self._lock:
-            self._stopped = True
+        """Nothing more is dealt out, but for what somebody waits for already."""
+        self._stopped = True
 
 
 class _Ahead:
@@ -193,7 +194,7 @@ class _Ahead:
     def __exit__(self, *exc: object) -> None:
         self._stopped = True
         self._room.release()
-        self._maker.join()  # nothing of the trainer's is read any more
+        self._maker.join(STOP_SECONDS)  # a source may wait for something of its own
 
     def __iter__(self) -> _Ahead:
         return self

@@ -114,15 +114,17 @@ class Stream:
 
     def _take(self, messages: Iterator[bytes]) -> None:
         """THREAD. Ask for message after message, a few ahead of those that are passed on."""
-        sign = _Sign.ENDED
+        sign = _Sign.BROKE
         try:
             self._room.acquire()
             for message in messages:
                 self._inbox.put(message)
                 self._room.acquire()
+            sign = _Sign.ENDED
         except grpc.RpcError:
-            sign = _Sign.BROKE
-        self._inbox.put(sign)
+            pass
+        finally:
+            self._inbox.put(sign)
 
     def _feed(self) -> None:
         """Pass chunks on, and tell the engine how the stream ended."""
