@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ import torch
 from rollout_engine import messages
 from rollout_engine.errors import EngineError, Reason
 from rollout_engine.flows import Flow, OffLoop, Until
+from rollout_engine.gate import Gate
 from rollout_engine.request_table import RequestTable, too_old
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.scheduler import Scheduler
-from rollout_engine.update_flow import Gate
 from rollout_engine.uploads import Uploads
 from weight_updater.checksum import fold_by_name
 from weight_updater.errors import Reason as UpdateReason
@@ -204,7 +205,7 @@ class Control:
         place = self._runner.target.arena.placements[command.name]
         data = self._runner.target.slot(command.name).reshape(-1).view(torch.uint8)
         piece = data[command.offset : command.offset + command.nbytes]
-        self._uploads.slot(command.slot, piece.numel()).copy_(piece)
+        self._uploads.front_ring.slot(command.slot, piece.numel()).copy_(piece)
         return {
             "dtype": place.dtype,
             "shape": list(place.shape),
@@ -251,10 +252,12 @@ class Control:
             num_total_pages=self._scheduler.pool.num_pages,
             open_update_id=opened.update_id if opened else "",
             open_update_state=str(opened.state) if opened else "",
+            open_update_version=opened.next_version if opened else 0,
             num_steps=num_steps,
             num_generated_tokens=num_generated_tokens,
             received_bytes=opened.received_bytes if opened else 0,
             total_bytes=opened.total_bytes if opened else 0,
             paused_by=self._gate.paused_by,
             released_tags=list(self.released_tags),
+            work=dataclasses.replace(self._scheduler.work, passes=dict(self._runner.forward_counts)),
         )

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from rollout_engine.manifest_columns import manifest_from_message, manifest_to_message
+from rollout_engine.records import KvArithmetic as KvArithmetic
+from rollout_engine.records import SequenceRecord, UpdateRecord, WorkCounts
 from rollout_engine.sampling import SamplingParams
 from weight_updater.requests import (
     BeginUpdate,
@@ -123,10 +125,11 @@ class Chunk(Message, frozen=True):
 
 
 class EndOfChunks(Message, frozen=True):
-    """The client's stream ended (complete=True) or broke (False)."""
+    """The client's stream ended (complete=True) or broke (False). reason: why, if it is known."""
 
     call_id: int
     complete: bool
+    reason: str = ""
 
 
 class Prepare(Call, frozen=True):
@@ -282,6 +285,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int = 0
     hidden_states: list[bytes] = []
     weight_version: int = 0
+    record: SequenceRecord | None = None  # on the last output
 
 
 class Outputs(Message, frozen=True):
@@ -324,17 +328,14 @@ class Snapshot(Message, frozen=True):
     total_bytes: int = 0
     paused_by: str = ""
     released_tags: list[str] = []
+    open_update_version: int = 0  # what it will bring
+    work: WorkCounts = msgspec.field(default_factory=WorkCounts)
 
 
-class KvArithmetic(msgspec.Struct, frozen=True):
-    """Bytes behind the page pool (see kv/capacity.py)."""
+class UpdateEnded(Message, frozen=True):
+    """An update has ended, however it did; comes before the reply that says so."""
 
-    pre_model_load_bytes: int
-    available_bytes: int
-    reserved_bytes: int
-    preloaded_weights_bytes: int
-    kv_bytes: int
-    bytes_per_page: int
+    record: UpdateRecord
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -368,13 +369,21 @@ class Ready(Message, frozen=True):
     ring_slot_bytes: int
 
 
+class UploadRing(Message, frozen=True):
+    """To a receiver of chunks, once and first: where it puts them."""
+
+    ring_name: str
+    ring_slots: int
+    ring_slot_bytes: int
+
+
 class Failed(Message, frozen=True):
     """The engine could not start, or died; the front reports NOT_SERVING with this reason."""
 
     error: ErrorInfo
 
 
-Event = Reply | Outputs | RequestRefused | ChunkTaken | Snapshot | Ready | Failed
+Event = Reply | Outputs | RequestRefused | ChunkTaken | Snapshot | UpdateEnded | Ready | UploadRing | Failed
 
 encoder = msgspec.msgpack.Encoder(enc_hook=manifest_to_message)
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(

@@ -17,15 +17,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-import torch
-
 from rollout_engine import messages
 from rollout_engine.flows import Flow, OffLoop, Until
+from rollout_engine.gate import Gate, Settled
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
+from rollout_engine.update_records import UpdateRecords
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.open_update import OpenUpdate
+from weight_updater.receive import Receive
 from weight_updater.requests import (
     BeginReply,
     BeginUpdate,
@@ -43,48 +44,6 @@ MAX_REMEMBERED = 64
 """Committed updates whose reply is kept for callers that ask again; at least as many as WeightUpdater's."""
 
 
-@dataclasses.dataclass(slots=True)
-class Gate:
-    """What may run. The loop asks it before each forward pass; flows and pauses set it."""
-
-    paused_by_user: bool = False
-    parked_by_update: bool = False  # no forward pass may start
-    in_flight: bool = False  # a forward pass was launched and its results are not taken in yet
-    num_draining: int = 0  # somebody waits until sequences in flight have finished
-    parked_at: float = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return not (self.paused_by_user or self.parked_by_update)
-
-    @property
-    def paused_by(self) -> str:
-        return "update" if self.parked_by_update else "user" if self.paused_by_user else ""
-
-    def park(self) -> Flow:
-        """Let no forward pass start, and wait until none is in flight: then the device is the update's."""
-        if not self.parked_by_update:
-            self.parked_by_update, self.parked_at = True, time.monotonic()
-        yield Until(lambda: not self.in_flight)
-
-    def unpark(self) -> float:
-        """Let forward passes start again; returns for how many seconds none could."""
-        if not self.parked_by_update:
-            return 0.0
-        self.parked_by_update = False
-        return time.monotonic() - self.parked_at
-
-
-@dataclasses.dataclass(slots=True)
-class Settled:
-    """What became of the sequences in flight at a commit."""
-
-    num_aborted: int = 0
-    num_recomputed: int = 0
-    num_kept: int = 0
-    wait_seconds: float = 0.0
-
-
 class UpdateFlow:
     """Flows for the commands of an update; a FlowRunner advances them on the loop.
 
@@ -92,6 +51,7 @@ class UpdateFlow:
         finish: ends a live sequence with a finish reason and tells its caller.
         end_too_old: ends the live requests whose min_version is above the version given.
         copy_bytes_per_second: of one plain copy on this device, measured at start (the floor).
+        records: is told of each update that opens, and how it ends.
     """
 
     def __init__(
@@ -103,6 +63,7 @@ class UpdateFlow:
         finish: Callable[[Sequence, str, str], None],
         end_too_old: Callable[[int], None],
         copy_bytes_per_second: float,
+        records: UpdateRecords,
     ) -> None:
         self._updater = updater
         self._scheduler = scheduler
@@ -111,8 +72,10 @@ class UpdateFlow:
         self._finish = finish
         self._end_too_old = end_too_old
         self._copy_bytes_per_second = copy_bytes_per_second
+        self._records = records
         self._num_receiving = 0
-        self._feeding_call = -1
+        self._feeds: dict[int, str] = {}  # calls that bring an update's bytes -> the update
+        self._clearing = False  # one of them brings the sequences in flight out of the way
         self._receiving_group = ""
         self._num_working = 0  # flows at work on the open update; its lease waits for them
         self._settled = Settled()
@@ -135,7 +98,7 @@ class UpdateFlow:
             begun = yield from self._begin(command.begin)
             request = dataclasses.replace(request, update_id=begun.update_id)
             try:
-                yield from self._receive(command.call_id, request)
+                yield from self._receive(command.call_id, request, alone=True)
                 return (yield from self._commit(begun.update_id))
             except UpdateError as error:
                 self._end_failed(begun.update_id, error)
@@ -156,7 +119,7 @@ class UpdateFlow:
         """End an update; a receiver that is still at work has stopped when this replies."""
         found, torn = self._updater.abort(command.update_id)  # from here on the receiver writes nothing
         if found and self._num_receiving:
-            self._uploads.interrupt(self._feeding_call)
+            self._interrupt_ended()
             if group := self._receiving_group:  # a collective ends only with its group
                 yield OffLoop(lambda: self._updater.groups.destroy(group))
             yield Until(lambda: self._num_receiving == 0)
@@ -167,6 +130,7 @@ class UpdateFlow:
         """Bring the previous version back."""
         self._updater.check_rollback()  # before a sequence is disturbed
         self._refuse_endless_wait(command.inflight)
+        began_at = self._records.now()
         settled = yield from self._settle(command.inflight)
         self._updater.check_rollback()  # an update that began meanwhile may hold the device
         yield from self._gate.park()
@@ -178,13 +142,14 @@ class UpdateFlow:
             raise
         self._scheduler.on_commit(self._updater.commit_sequence)
         self._end_too_old(self._updater.version)  # before a forward pass can run them
-        return self._complete(reply, settled)
+        return self._complete(reply, settled, began_at)
 
     def tick(self, now: float) -> None:
         """Once in each turn: leases, and what an update's end leaves behind."""
         if self._updater.open is not None and (self._num_receiving or self._num_working):
             self._updater.renew(self._updater.open.update_id, 0.0)  # this engine is the one at work
         self._updater.tick(now)
+        self._interrupt_ended()
         if self._updater.open is None and not self._num_working:
             self._release_device()
         if self._updater.torn_reason:
@@ -194,12 +159,18 @@ class UpdateFlow:
     # ------------------------------------------------------------ steps
 
     def _begin(self, request: BeginUpdate) -> Flow:
-        if _is_known_by_name(request):
-            manifest = self._updater.resolve(request)
-        else:
-            manifest = yield OffLoop(lambda: self._updater.resolve(request))
-        paused = self._gate.paused_by_user
-        reply: BeginReply = self._updater.begin(request, manifest, paused=paused)
+        began_at = self._records.now()
+        try:
+            if _is_known_by_name(request):
+                manifest = self._updater.resolve(request)
+            else:
+                manifest = yield OffLoop(lambda: self._updater.resolve(request))
+            paused = self._gate.paused_by_user
+            reply: BeginReply = self._updater.begin(request, manifest, paused=paused)
+        except UpdateError as error:
+            self._records.refused_at_begin(request, error, began_at)
+            raise
+        self._records.opened(reply, began_at)
         opened = self._updater.open
         if not self._gate.parked_by_update:  # else a repeated call: what was settled stays counted
             self._settled = Settled()
@@ -214,42 +185,65 @@ class UpdateFlow:
             self._require_open(reply.update_id)
         return reply
 
-    def _receive(self, call_id: int, request: messages.FromAny) -> Flow:
+    def _receive(self, call_id: int, request: messages.FromAny, *, alone: bool = False) -> Flow:
+        """Bring bytes in. alone: nothing else will come for the update; the worker that has brought them in
+        verifies them too, and nothing is told.
+        """
         if request.update_id and (done := self._replay(request.update_id)):
             return done
+        opened = self._updater.open
+        if opened is not None and opened.writes_live and not self._gate.parked_by_update:
+            self._refuse_endless_wait(opened.request.inflight)
         chunks = self._uploads.chunks(call_id) if self._uploads.is_open(call_id) else None
         receive = self._updater.receiver(request, chunks)
+        update_id = receive.update.update_id
         self._num_receiving += 1
-        self._feeding_call = call_id
+        self._feeds[call_id] = update_id
         self._receiving_group = request.group_name if isinstance(request, FromDistributed) else ""
+        error: Exception | None = None
         try:
-            if receive.writes_live and not self._gate.parked_by_update:
-                opened = self._updater.open
-                assert opened is not None
-                self._refuse_endless_wait(opened.request.inflight)
+            if receive.writes_live:
+                error = yield from self._clear_the_way(receive)
+            if error is None and self._is_open(update_id):
+                self._num_working += alone  # another update's commit must not come while this is verified
                 try:
-                    yield OffLoop(receive.look)  # before a sequence is disturbed
-                except UpdateError as fault:
-                    return self._updater.received(receive, fault)
-                if self._is_open(opened.update_id):
-                    self._settled = yield from self._settle(opened.request.inflight, opened.update_id)
-                if not self._is_open(opened.update_id):
-                    return self._updater.received(receive, None)  # raises what ended it
-                yield from self._gate.park()
-                if not self._is_open(opened.update_id):
-                    return self._updater.received(receive, None)  # raises what ended it
-            error: Exception | None = None
-            try:
-                yield OffLoop(receive.run)
-            except Exception as caught:  # noqa: BLE001 - the updater decides what the fault means
-                error = caught
+                    yield OffLoop((lambda: self._updater.run_all(receive)) if alone else receive.run)
+                finally:
+                    self._num_working -= alone
+        except Exception as caught:  # noqa: BLE001 - the updater decides what the fault means
+            error = caught
         finally:
             self._num_receiving -= 1
+            self._feeds.pop(call_id, None)
         try:
-            return self._updater.received(receive, error)
+            if alone:
+                return self._updater.arrived(receive, error)
+            return self._updater.received(receive, error)  # raises what ended the update, if it has
         except UpdateError:
+            self._interrupt_ended()
             self._release_device()
             raise
+
+    def _clear_the_way(self, receive: Receive) -> Flow:
+        """Park the device for bytes that go straight to live slots. Of streams side by side the first does it
+        and the others wait. Returns what a look at the bytes found wrong, before a sequence is disturbed.
+        """
+        yield Until(lambda: not self._clearing)
+        update = receive.update
+        if self._gate.parked_by_update or not self._is_open(update.update_id):
+            return None
+        self._clearing = True
+        try:
+            yield OffLoop(receive.look)
+            if self._is_open(update.update_id):
+                self._settled = yield from self._settle(update.request.inflight, update.update_id)
+            if self._is_open(update.update_id):
+                yield from self._gate.park()
+        except UpdateError as fault:
+            return fault
+        finally:
+            self._clearing = False
+        return None
 
     def _verify(self, update_id: str) -> Flow:
         yield Until(lambda: not self._num_working)
@@ -269,6 +263,7 @@ class UpdateFlow:
         yield Until(lambda: not self._num_working)  # a repeated call gets the reply of the first
         if (done := self._replay(update_id)) is not None:
             return done
+        began_at = self._records.now()
         yield from self._verify(update_id)
         opened = self._require_open(update_id)
         settled = self._settled
@@ -289,7 +284,7 @@ class UpdateFlow:
         finally:
             self._num_working -= 1
         self._scheduler.on_commit(self._updater.commit_sequence)
-        return self._complete(reply, settled)
+        return self._complete(reply, settled, began_at)
 
     def _settle(self, inflight: Inflight, update_id: str = "") -> Flow:
         """Bring the sequences in flight to where a commit may come, and count them.
@@ -318,7 +313,7 @@ class UpdateFlow:
             settled.num_kept = len(self._scheduler.started)
         return settled
 
-    def _complete(self, reply: UpdateReply, settled: Settled) -> UpdateReply:
+    def _complete(self, reply: UpdateReply, settled: Settled, began_at: float) -> UpdateReply:
         """Fill in what only the engine knows."""
         pause = self._gate.unpark()
         seconds: StageSeconds = dataclasses.replace(reply.seconds, pause=pause, wait=settled.wait_seconds)
@@ -334,6 +329,7 @@ class UpdateFlow:
         )
         if reply.state is UpdateState.COMMITTED:
             self._completed[reply.update_id] = complete
+        self._records.completed(complete, began_at)
         if len(self._completed) > MAX_REMEMBERED:
             self._completed.popitem(last=False)
         return complete
@@ -345,6 +341,13 @@ class UpdateFlow:
         return self._completed[update_id]
 
     # ------------------------------------------------------------ ends
+
+    def _interrupt_ended(self) -> None:
+        """End the streams of updates that have ended: their senders may have nothing to send for long."""
+        for call_id, update_id in list(self._feeds.items()):
+            if not self._is_open(update_id):
+                del self._feeds[call_id]
+                self._uploads.interrupt(call_id)
 
     def _end_failed(self, update_id: str, error: UpdateError) -> None:
         """End an update that a step failed, unless that step has ended it already."""
@@ -380,19 +383,3 @@ def _is_known_by_name(request: BeginUpdate) -> bool:
     """Whether resolving reads no file and allocates nothing, so that the loop can do it at once."""
     by_digest = bool(request.manifest_digest) and request.path is not Path.DISK
     return by_digest and request.staging in (Staging.NONE, Staging.DEVICE)
-
-
-def measure_copy_rate(device: torch.device) -> float:
-    """Bytes per second of one plain copy of 64 MiB on `device`: the floor of every commit."""
-    source = torch.ones(64 << 20, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    best = float("inf")
-    for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return source.numel() / best

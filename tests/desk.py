@@ -293,9 +293,10 @@ class Desk:
 
 
 @contextlib.contextmanager
-def desk(model: FilePath, *, num_pages: int = 128, dtype: str = "float32", **config: Any) -> Iterator[Desk]:
-    """An engine on the CPU that serves `model`."""
-    opened = Desk(ServeConfig(model=model, dtype=dtype, device="cpu", num_pages=num_pages, **config))
+def desk(model: FilePath, **config: Any) -> Iterator[Desk]:
+    """An engine that serves `model`; on the CPU in float32, if nothing else is said."""
+    values = {"dtype": "float32", "device": "cpu", "num_pages": 128} | config
+    opened = Desk(ServeConfig(model=model, **values))
     try:
         yield opened
     finally:

@@ -190,7 +190,7 @@ class Ways:
             self._group.close()
         self._group_name = f"g{next(self._numbers)}"
         port = free_port()
-        request = InitGroup(self._group_name, LOOPBACK, port, 1, 2, timeout_s=WAIT_S)
+        request = InitGroup(self._group_name, LOOPBACK, port, 1, 2, "gloo", WAIT_S)
         joined = self.desk.start(m.InitWeightsGroup, request=request)
         self._group = SenderGroup(self._group_name, LOOPBACK, port, 2, WAIT_S)
         assert joined.result(WAIT_S).result == {"backend": "gloo"}

@@ -50,14 +50,15 @@ class IpcArena(Sender):
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
         if self._lending is not None:
             self._lending.let_go()
-        named = list(outgoing.source)
-        if all(tensor.device.type == "cuda" for _, tensor in named):
+        named = [] if outgoing.resident is not None else list(outgoing.source)
+        if named and all([tensor.is_cuda for _, tensor in named]):
             return self._lend(named, outgoing)
         self._lent = None
         if not self._segment.fits(outgoing):
             self.close()
         self._segment.fill(outgoing)
-        return {"manifest": outgoing.source.manifest()} if outgoing.verify else {}
+        described = outgoing.source if outgoing.resident is None else outgoing.resident
+        return {"manifest": described.manifest(checksums=True)} if outgoing.verify else {}
 
     def _lend(self, named: Sequence[tuple[str, torch.Tensor]], outgoing: Outgoing) -> dict[str, Any]:
         from trainers_adapters.cuda_lending import CudaLending
@@ -75,7 +76,7 @@ class IpcArena(Sender):
             return {}
         checksums, nonfinite = self._lending.scan()
         self._scanned = not nonfinite  # else the engine looks itself, and decides
-        return {"manifest": outgoing.manifest.with_checksums(checksums)}
+        return {"checksums": tuple(checksums)}
 
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
         return self._update(client, begun.update_id, outgoing)

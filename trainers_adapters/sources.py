@@ -12,10 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from trainers_adapters.resident import ResidentParameters
 from weight_updater import clean_name
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksums as checksums_of
 from weight_updater.names import is_adapter_name
+from weight_updater.packing import PackedBytes
 from weight_updater.requests import Manifest, TensorSpec
 
 
@@ -49,6 +51,9 @@ class ModuleSource:
     def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._parameters = _named_once(module)
+        self._in_memory = ResidentParameters(self._parameters)
+        self._described: list[tuple[torch.dtype, torch.Size]] = []
+        self._manifest = Manifest(())  # of what `_described` says, without checksums
         if not self._parameters:
             raise ValueError(f"{type(module).__name__} has no parameters to push")
         for name, parameter in self._parameters.items():
@@ -67,21 +72,26 @@ class ModuleSource:
             tensor = whole(name, parameter.detach())
             yield name, tensor if self._dtype is None else tensor.to(self._dtype)
 
+    def resident(self) -> PackedBytes | None:
+        """Where the parameters lie, if they are sent as they are and lie in CPU memory; see resident.py."""
+        if self._dtype is not None:
+            return None
+        return self._in_memory.look(list(self._parameters.values()))
+
     def manifest(self, *, checksums: bool = True) -> Manifest:
+        if (packed := self.resident()) is not None:
+            return packed.manifest(checksums=checksums)
+        described = [(self._dtype or p.dtype, p.shape) for p in self._parameters.values()]
+        if described != self._described:  # else the same object, whose digest a sender knows
+            named = zip(self._parameters, described, strict=True)
+            specs = [TensorSpec(name, DTYPE_NAMES[dtype], tuple(shape)) for name, (dtype, shape) in named]
+            self._manifest, self._described = Manifest(tuple(specs)), described
         if not checksums:
-            sums: list[int | None] = [None] * len(self._parameters)
-        elif self._dtype is None:
-            sums = list(checksums_of([tensor for _, tensor in self]))
-        else:  # one cast copy at a time
-            sums = [checksums_of([tensor])[0] for _, tensor in self]
-        return Manifest(
-            tuple(
-                [
-                    TensorSpec(name, DTYPE_NAMES[self._dtype or p.dtype], tuple(p.shape), value)
-                    for (name, p), value in zip(self._parameters.items(), sums, strict=True)
-                ]
-            )
-        )
+            return self._manifest
+        if self._dtype is None:
+            return self._manifest.with_checksums(checksums_of([tensor for _, tensor in self]))
+        # One cast copy at a time.
+        return self._manifest.with_checksums([checksums_of([tensor])[0] for _, tensor in self])
 
 
 def _named_once(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -227,13 +227,8 @@ def compare_headers(member: Member, headers: Sequence[dict[str, str | int]]) -> 
 
 
 def header_of(plan: BucketPlan) -> dict[str, str | int]:
-    return {
-        "num_tensors": len(plan.manifest.tensors),
-        "bucket_bytes": plan.bucket_bytes,
-        "num_buckets": len(plan),
-        "total_bytes": plan.total_bytes,
-        "digest": plan.digest(),
-    }
+    """What this rank would move."""
+    return plan.cut.header()
 
 
 def _show(header: dict[str, str | int]) -> str:

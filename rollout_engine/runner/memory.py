@@ -1,4 +1,4 @@
-"""How much memory a device has left."""
+"""How much memory a device has left, and how fast it is."""
 
 from __future__ import annotations
 

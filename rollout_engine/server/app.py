@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
@@ -21,10 +20,14 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError, EngineError
-from rollout_engine.server.auth import TokenInterceptor, server_credentials
+from rollout_engine.logs import configure, get_log, log_uncaught
+from rollout_engine.server.auth import TlsContents, TokenInterceptor, read_tls
 from rollout_engine.server.engine_client import EngineClient
 from rollout_engine.server.engine_process import ENGINE_COMMAND
 from rollout_engine.server.health import EngineHealth
+from rollout_engine.server.observers import Observers
+from rollout_engine.server.options import join_address, server_options
+from rollout_engine.server.receivers import Receivers
 from rollout_engine.server.rollout_service import RolloutService
 from rollout_engine.server.text import TextCodec, load_tokenizer
 from rollout_engine.server.unreadable import ReadingInterceptor
@@ -33,7 +36,7 @@ from rollout_engine.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weight
 from weight_updater.errors import UpdateError
 from weight_updater.heap import keep_freed_buffers
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 DRAIN_GRACE_S = 30.0
 """How long running requests may take to finish after SIGTERM."""
@@ -46,26 +49,6 @@ SERVICES = (
     rollout_pb2.DESCRIPTOR.services_by_name["Rollout"].full_name,
     weights_pb2.DESCRIPTOR.services_by_name["Weights"].full_name,
 )
-
-
-def server_options(config: ServeConfig) -> list[tuple[str, int]]:
-    """Channel arguments of the server."""
-    return [
-        ("grpc.so_reuseport", 0),  # a second engine on a used port must fail, not share its calls
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
-        # Clients may ping through long silent calls (an update, a prefill).
-        ("grpc.http2.min_ping_interval_without_data_ms", 500),
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # A client that vanished without a word is found after 20 + 10 s, and its requests are aborted.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-    ]
-
-
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_port_free(config: ServeConfig) -> None:
@@ -100,9 +83,11 @@ class RunningServer:
     config: ServeConfig
     engine: EngineClient
     server: grpc.aio.Server
+    receivers: Receivers
     health: EngineHealth
     port: int
     draining: asyncio.Event
+    observers: Observers
     _follower: asyncio.Task[None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,9 +109,11 @@ class RunningServer:
         if grace_s > 0:
             await self.engine.wait_exit(grace_s)
             await asyncio.wait({closing}, timeout=FLUSH_GRACE_S)
+        await self.receivers.stop()
         await self.server.stop(None)
         await closing
         await self.engine.stop(EXIT_GRACE_S)
+        await self.observers.close()
 
 
 async def start(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> RunningServer:
@@ -136,31 +123,42 @@ async def start(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_C
         engine_command: the engine process; `--fd N` is appended.
 
     Raises:
-        ConfigError: the address cannot be bound, or a TLS file not read.
+        ConfigError: an address cannot be bound, or a file not read or written.
         EngineError or UpdateError: why the engine did not start.
     """
-    credentials = server_credentials(config)
+    tls = read_tls(config)
     check_port_free(config)
     codec = TextCodec(load_tokenizer(config.model))
-    engine = await EngineClient.start(config, engine_command)
+    observers = Observers(config)
     try:
-        return await _open(config, engine, codec, credentials)
+        observers.serve()
+        engine = await EngineClient.start(config, engine_command, observers.tally)
+        try:
+            return await _open(config, engine, codec, tls, observers)
+        except BaseException:
+            await engine.stop(EXIT_GRACE_S)
+            raise
     except BaseException:
-        await engine.stop(EXIT_GRACE_S)
+        await observers.close()
         raise
 
 
 async def _open(
-    config: ServeConfig, engine: EngineClient, codec: TextCodec, credentials: grpc.ServerCredentials | None
+    config: ServeConfig,
+    engine: EngineClient,
+    codec: TextCodec,
+    tls: TlsContents | None,
+    observers: Observers,
 ) -> RunningServer:
     interceptors: list[grpc.aio.ServerInterceptor] = [ReadingInterceptor(SERVICES)]
     if config.token is not None:
-        interceptors.insert(0, TokenInterceptor(config.token.get_secret_value()))
-    server = grpc.aio.server(interceptors=interceptors, options=server_options(config))
+        interceptors.insert(0, TokenInterceptor(config.token.get_secret_value(), observers.tally))
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(config.max_message_bytes))
     draining = asyncio.Event()
     health = EngineHealth(engine, SERVICES)
     rollout = RolloutService(engine, codec, config.max_message_bytes, draining)
-    weights = WeightsService(engine, config.max_message_bytes)
+    receivers = Receivers(config, tls, engine.lend)
+    weights = WeightsService(engine, receivers, config.max_message_bytes)
     rollout_pb2_grpc.add_RolloutServicer_to_server(rollout, server)  # type: ignore[no-untyped-call]
     weights_pb2_grpc.add_WeightsServicer_to_server(weights, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
@@ -168,15 +166,16 @@ async def _open(
     reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
     address = join_address(config.host, config.port)
     try:
-        if credentials is None:
+        if tls is None:
             port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, tls.credentials())
     except RuntimeError as error:
         raise _cannot_listen(config, "it is in use, or cannot be bound") from error
     await health.publish()
     await server.start()
-    return RunningServer(config, engine, server, health, port, draining)
+    observers.watch(engine)
+    return RunningServer(config, engine, server, receivers, health, port, draining, observers)
 
 
 def write_ready_file(path: Path, running: RunningServer) -> None:
@@ -186,6 +185,8 @@ def write_ready_file(path: Path, running: RunningServer) -> None:
         "pid": os.getpid(),
         "instance_id": running.engine.info.instance_id,
     }
+    if running.observers.metrics_address:
+        content["metrics_address"] = running.observers.metrics_address
     path = path.absolute()
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(fd, "w") as file:
@@ -200,6 +201,9 @@ def serve(
 
     0: drained after a signal. 1: the engine could not start (one line on stderr says why), or had died.
     """
+    secrets = [] if config.token is None else [config.token.get_secret_value()]
+    configure(config.log_format, config.log_level, "front", secrets=secrets)
+    log_uncaught()
     keep_freed_buffers()  # chunks of weights come and go
     return asyncio.run(_serve(config, ready_file, engine_command))
 
@@ -216,25 +220,51 @@ async def _serve(config: ServeConfig, ready_file: Path | None, engine_command: S
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await starting
-        return _fail("stopped by a signal before the engine served")
+        return _fail(config, "stopped by a signal before the engine served")
     try:
         running = starting.result()
     except (ConfigError, EngineError, UpdateError) as error:
-        return _fail(str(error))
-    version = running.engine.state.weight_version
-    print(f"rollsync: serving {config.model} on {running.address} (weight version {version})", flush=True)
+        return _fail(config, str(error))
+    _say_serving(running)
     code = 0
     try:
         if ready_file is not None:
             write_ready_file(ready_file, running)
         await stopping
     except OSError as error:
-        code = _fail(f"cannot write {ready_file}: {error.strerror}")
+        code = _fail(config, f"cannot write {ready_file}: {error.strerror}")
     died = running.engine.death_reason is not None
+    log.info("draining", grace_s=DRAIN_GRACE_S, requests=len(running.engine.requests))
     await running.stop(DRAIN_GRACE_S)
+    log.info("stopped")
     return 1 if died else code
 
 
-def _fail(message: str) -> int:
-    print(f"rollsync: error: {message}", file=sys.stderr, flush=True)
+def _say_serving(running: RunningServer) -> None:
+    """One line on stdout for people, and one in the log; only the latter where each line must be JSON."""
+    config, info = running.config, running.engine.info
+    version = running.engine.state.weight_version
+    if config.log_format == "text":
+        print(f"rollsync: serving {config.model} on {running.address} (weight version {version})", flush=True)
+    metrics = running.observers.metrics_address
+    log.info(
+        "serving",
+        address=running.address,
+        **({"metrics_address": metrics} if metrics else {}),
+        model=str(config.model),
+        architecture=info.architecture,
+        device=info.device,
+        dtype=info.dtype,
+        attention_backend=info.attention_backend,
+        version=version,
+        instance_id=info.instance_id,
+        engine_pid=running.engine.pid,
+    )
+
+
+def _fail(config: ServeConfig, message: str) -> int:
+    if config.log_format == "json":
+        log.error("failed", error=message)
+    else:
+        print(f"rollsync: error: {message}", file=sys.stderr, flush=True)
     return 1

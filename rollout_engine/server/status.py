@@ -7,7 +7,6 @@ Every error that leaves the front carries trailing metadata: `rollsync-reason`, 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -16,13 +15,14 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from rollout_engine.errors import EngineError
 from rollout_engine.errors import Reason as EngineReason
+from rollout_engine.logs import get_log
 from rollout_engine.messages import ErrorInfo
 from rollout_engine.server.unreadable import readable
 from rollout_engine.v1 import rollout_pb2
 from weight_updater.errors import Reason as UpdateReason
 from weight_updater.errors import UpdateError, UpdateRefused, WeightsTorn
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 Code = grpc.StatusCode
 DomainError = EngineError | UpdateError
@@ -119,15 +119,27 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_DETAILS else text[: MAX_DETAILS - 3] + "..."
 
 
+def _metadata(error: DomainError) -> tuple[tuple[str, str], ...]:
+    return ((REASON_KEY, error.reason.value), (KIND_KEY, kind_of(error)))
+
+
 async def abort(context: grpc.aio.ServicerContext, error: DomainError) -> NoReturn:
     """End an RPC with the status of a domain error."""
-    metadata = ((REASON_KEY, error.reason.value), (KIND_KEY, kind_of(error)))
-    await context.abort(code_of(error), shorten(error.message), trailing_metadata=metadata)
+    await context.abort(code_of(error), shorten(error.message), trailing_metadata=_metadata(error))
+    raise AssertionError("abort does not return")
+
+
+def abort_now(context: grpc.ServicerContext, error: DomainError) -> NoReturn:
+    """`abort` for a server of threads."""
+    context.set_trailing_metadata(_metadata(error))
+    context.abort(code_of(error), shorten(error.message))
     raise AssertionError("abort does not return")
 
 
 def guarded(service: ServiceDescriptor) -> Callable[[Servicer], Servicer]:
     """Class decorator: every RPC of `service` ends in a status of the tables above.
+
+    The class has a `tally`, which counts the errors.
 
     An exception that is no domain error is a bug of ours: the log gets the traceback, the caller a
     short text without any of it, since an exception's text may carry paths or secrets.
@@ -152,16 +164,32 @@ def _guard(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
         try:
             return await handler(self, readable(request), context)
         except (EngineError, UpdateError) as error:
+            self.tally.errored(kind_of(error), error.reason)
             await abort(context, error)
         except grpc.aio.BaseError:  # an abort that the handler made itself
             raise
-        except Exception:
-            log.exception("%s failed", handler.__name__)
-            await abort(
-                context,
-                EngineError(
-                    EngineReason.INTERNAL, f"{handler.__name__}: internal error; the engine's log has it"
-                ),
-            )
+        except Exception as bug:  # noqa: BLE001 - a bug of ours; the log has it
+            internal = _internal(handler.__name__, bug)
+            self.tally.errored(kind_of(internal), internal.reason)
+            await abort(context, internal)
 
     return answer
+
+
+def _internal(method: str, bug: Exception) -> EngineError:
+    """What the caller is told of an exception, which the log gets."""
+    log.exception("rpc_failed", bug, rpc=method)
+    return EngineError(EngineReason.INTERNAL, f"{method}: internal error; the engine's log has it")
+
+
+def answered(context: grpc.ServicerContext, method: str, handler: Callable[[], Any]) -> Any:
+    """What `handler` gives, or the end of the RPC as `guarded` has it; for a server of threads."""
+    try:
+        return handler()
+    except (EngineError, UpdateError) as error:
+        known: DomainError = error
+    except grpc.RpcError:  # the client is gone, nobody reads a status
+        raise
+    except Exception as bug:  # noqa: BLE001 - a bug of ours must not look like the caller's
+        known = _internal(method, bug)
+    abort_now(context, known)

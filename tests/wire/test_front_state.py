@@ -32,13 +32,22 @@ def info(front, timeout: float = 1.0) -> pb.GetEngineInfoResponse:
 def test_info_describes_the_engine(tmp_path):
     with serving(tmp_path) as front:
         list(front.rollout.Generate(prompt(1, max_tokens=3), timeout=10))
+        front.weights.CommitUpdate(weights_pb2.CommitUpdateRequest(update_id="u"), timeout=5)
         answer = info(front)
         assert answer.instance_id.startswith("fake-")
         assert (answer.vocab_size, answer.context_length, list(answer.eos_token_ids)) == (512, 1024, [3])
         assert answer.kv_capacity.kv_bytes == 800
         assert answer.forward_counts.eager == 3
-        assert (answer.weight_version, answer.state.weight_version) == (5, 5)
+        assert (answer.weight_version, answer.state.weight_version) == (6, 6)
         assert answer.state.status == pb.SERVING_STATUS_SERVING
+        (update,) = answer.recent_updates
+        assert (update.update_id, update.end, update.path, update.weight_version) == (
+            "u",
+            "committed",
+            "tensor",
+            6,
+        )
+        assert (update.seconds["pause"], update.seconds["whole"], update.ended_at) == (3.0, 8.0, 1000.5)
         unset = {f.name for f in answer.DESCRIPTOR.fields} - {f.name for f, _ in answer.ListFields()}
         assert unset == set()
 
@@ -181,9 +190,9 @@ def test_reflection_lists_the_services(tmp_path):
 
 @pytest.mark.case("B120")
 def test_pings_of_a_client_pass_through_a_long_silent_call(tmp_path):
-    """A default server drops a client that pings every second after about 5 s."""
-    options = (("grpc.keepalive_time_ms", 1000), ("grpc.http2.max_pings_without_data", 0))
-    with serving(tmp_path, delay_on={"FlushCache": 7.0}) as front:
+    """A default server drops a client that pings every 0.4 s after about 3.5 s."""
+    options = (("grpc.keepalive_time_ms", 400), ("grpc.http2.max_pings_without_data", 0))
+    with serving(tmp_path, delay_on={"FlushCache": 4.0}) as front:
         from rollout_engine.v1 import rollout_pb2_grpc
 
         stub = rollout_pb2_grpc.RolloutStub(front.connect(options))

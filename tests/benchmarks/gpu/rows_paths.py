@@ -14,7 +14,7 @@ from tests.benchmarks.gpu.engines import CAPTURE_SIZES
 from tests.benchmarks.gpu.model import Part
 from tests.benchmarks.gpu.results import Line
 from trainers_adapters import BroadcastGroup, TensorStream
-from weight_updater.requests import BeginUpdate, Manifest, Path, Recapture
+from weight_updater.requests import MAX_STREAMS, BeginUpdate, Manifest, Path, Recapture
 
 BROADCAST_BYTES = 1 << 30
 FLOOR_BYTES = 1 << 30
@@ -53,8 +53,9 @@ def tensor_stream(bench: Bench) -> Line:
     host, manifest = bench.host_weights, bench.weights.manifest(checksums=False)
     part = Part(host.named, manifest, bench.sizes.stream_bytes)
     names = [name for name, _ in part]
-    bench.say("floor: grpcio streams")
-    rates = floors.stream_rates(min(part.nbytes, FLOOR_BYTES))
+    num_receivers = _num_receivers(bench)
+    bench.say(f"floor: grpcio streams; the engine names {num_receivers} receivers")
+    rates = floors.stream_rates(min(part.nbytes, FLOOR_BYTES), num_receivers)
     floor = rates["raw"]
     told = ", ".join(f"{kind} {rate / 1e9:.2f}" for kind, rate in rates.items())
     bench.say(f"floors: {told} GB/s")
@@ -63,7 +64,7 @@ def tensor_stream(bench: Bench) -> Line:
         _disturb_first(bench, part)
 
     found = {}
-    for streams, sender in senders_of_streams().items():
+    for streams, sender in senders_of_streams(num_receivers).items():
         bench.say(f"by {streams}")
         with sender:
             seconds, replies = bench.repeat(
@@ -74,19 +75,31 @@ def tensor_stream(bench: Bench) -> Line:
         found[streams] = part.nbytes / seconds
         pause = median_pause_ms(replies)
     one, best = found["one stream"], max(found.values())
-    several = [rate for streams, rate in found.items() if streams != "one stream"]
+    several = [rate for streams, rate in found.items() if streams not in ("one stream", "the front")]
     note = (
-        f"{part.nbytes / 1e9:.1f} GB; one stream {one / 1e9:.2f} GB/s, {one / floor:.0%} of the floor; "
+        f"{part.nbytes / 1e9:.1f} GB; one stream has {one / floor:.0%} of the floor; "
         f"floors {told} GB/s; pause {pause:.1f} ms; "
-        + (f"several receivers {max(several) / 1e9:.2f} GB/s" if several else "the engine names one receiver")
+        + ", ".join(f"{streams} {rate / 1e9:.2f} GB/s" for streams, rate in found.items())
     )
     also = one >= 0.8 * floor and bool(several)
     return bench.line("tensor_stream", best / 1e9, floor / 1e9, also=also, note=note)
 
 
-def senders_of_streams() -> dict[str, TensorStream]:
-    """One stream, and as many as the engine names receivers, where the client can do that."""
-    return {"one stream": TensorStream()}
+def senders_of_streams(num_receivers: int) -> dict[str, TensorStream]:
+    """One stream, as many as the engine names receivers, and one to the front."""
+    senders = {"one stream": TensorStream(max_streams=1)}
+    if num_receivers > 1:
+        senders[f"{num_receivers} receivers"] = TensorStream()
+    return senders | {"the front": TensorStream(max_streams=0)}
+
+
+def _num_receivers(bench: Bench) -> int:
+    """How many the engine names; they run from then on."""
+    manifest = Manifest(bench.weights.manifest(checksums=False).tensors[:1])
+    update = BeginUpdate(path=Path.TENSOR, manifest=manifest, partial=True, num_streams=MAX_STREAMS)
+    begun = bench.engine.weights.begin(update)
+    bench.engine.weights.abort(begun.update_id)
+    return len(begun.stream_ports)
 
 
 def _disturb_first(bench: Bench, part: Part) -> None:
@@ -129,16 +142,20 @@ def distributed(bench: Bench) -> Line:
     floor = _broadcast_floor(bench) if bench.is_cuda else None
     source = _on_second_gpu(bench) if bench.is_cuda else bench.weights
     values, told = {}, []
+    ways = {"staging none": True, "staging device": True, "staging none, values looked at": False}
     with BroadcastGroup(bucket_bytes=BROADCAST_BYTES if bench.is_cuda else 1 << 16) as sender:
-        for staging in ("none", "device"):
-            bench.say(f"staging {staging}")
+        for way, unseen in ways.items():
+            bench.say(way)
+            options = {"staging": way.split(",")[0].split()[1], "verify": False, "allow_nonfinite": unseen}
             seconds, replies = bench.repeat(
-                lambda staging=staging: bench.push(sender, source=source, staging=staging, verify=False)
+                lambda options=options: bench.push(sender, source=source, **options)
             )
-            values[staging] = seconds
-            told.append(f"staging {staging} {seconds * 1e3:.1f} ms, pause {median_pause_ms(replies):.1f}")
-    note = f"checksums off; {'; '.join(told)}; {stages(replies[-1])}"
-    return bench.line("distributed", values["none"] * 1e3, floor and floor * 1e3, note=note)
+            values[way] = seconds
+            told.append(
+                f"{way} {seconds * 1e3:.1f} ms, pause {median_pause_ms(replies):.1f} ({stages(replies[-1])})"
+            )
+    note = f"checksums off; {'; '.join(told)}"
+    return bench.line("distributed", values["staging none"] * 1e3, floor and floor * 1e3, note=note)
 
 
 def _on_second_gpu(bench: Bench) -> Part:
@@ -160,6 +177,10 @@ def _broadcast_floor(bench: Bench) -> float:
         for child in (sender, receiver):
             child.tell("broadcast", nbytes=bench.weights.nbytes, piece=BROADCAST_BYTES, repeats=REPEATS + 1)
         taken = [child.answer() for child in (sender, receiver)]
+        for child in (sender, receiver):
+            child.tell("leave")
+        for child in (sender, receiver):
+            child.answer()
     return statistics.median(max(pair) for pair in list(zip(*taken, strict=True))[1:])
 
 
