@@ -27,7 +27,8 @@ def test_the_documented_program_trains_smollm2(smollm2_dir, tmp_path):
     with serve(smollm2_dir, "--num-pages", "256") as engine:
         command = [sys.executable, str(REPOSITORY / "examples" / "trl_grpo.py"), str(smollm2_dir)]
         done = subprocess.run(
-            [*command, "--steps", "2", "--out", str(tmp_path)],
+            [*command, "--steps", "2"],
+            cwd=tmp_path,
             env=os.environ | {"ROLLSYNC_ADDRESS": engine.address, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,
