@@ -18,6 +18,8 @@ _HOMES = {
     "Completion": "results",
     "Request": "rollout_calls",
     "ModuleSource": "sources",
+    "PeftSource": "peft_source",
+    "source_of": "sources",
     "push_weights": "push",
     "PushReport": "push",
     "PushError": "push",

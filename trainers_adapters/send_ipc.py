@@ -11,6 +11,7 @@ from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.segments import PackedSegment
 from trainers_adapters.sending import Outgoing, Sender
+from trainers_adapters.sources import Source
 from weight_updater.requests import BeginReply, BeginUpdate, Path, ShmSegment, UpdateReply
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class IpcArena(Sender):
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
         if self._lending is not None:
             self._lending.let_go()
-        named = list(outgoing.source)
-        if all(tensor.device.type == "cuda" for _, tensor in named):
+        named = _all_on_gpus(outgoing.source)
+        if named:
             return self._lend(named, outgoing)
         self._lent = None
         if not self._segment.fits(outgoing):
@@ -114,6 +115,18 @@ class IpcArena(Sender):
         self._lent = None
         if self._lending is not None:
             self._lending.close()
+
+
+def _all_on_gpus(source: Source) -> list[tuple[str, torch.Tensor]]:
+    """What a source yields if all of it lies on GPUs, else nothing: one that makes its tensors on a CPU is
+    asked for no more than one of them here.
+    """
+    named = []
+    for name, tensor in source:
+        if tensor.device.type != "cuda":
+            return []
+        named.append((name, tensor))
+    return named
 
 
 def release_everywhere(allocation_ids: str | Sequence[str], clients: Sequence[WeightsClient]) -> None:

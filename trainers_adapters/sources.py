@@ -6,13 +6,13 @@ write to it. Nothing of the trainer is merged, cast or moved in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from weight_updater import clean_name
+from trainers_adapters.parts import Part, check_dtypes, plain_parts
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksums as checksums_of
 from weight_updater.names import is_adapter_name
@@ -41,74 +41,59 @@ class ModuleSource:
         dtype: cast on the way out (into a copy), or None to send what is there.
 
     Raises:
-        ValueError: the module holds adapters that are not merged, no parameters at all, a dtype that
+        ValueError: the module holds adapters (PeftSource is for those), no parameters at all, a dtype that
             cannot be sent, or two parameters that end up under one name.
     """
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._parameters = _named_once(module)
-        if not self._parameters:
-            raise ValueError(f"{type(module).__name__} has no parameters to push")
-        for name, parameter in self._parameters.items():
-            if (dtype or parameter.dtype) not in DTYPE_NAMES:
-                raise ValueError(
-                    f"{name} is {dtype or parameter.dtype}; it can be sent as one of "
-                    f"{', '.join(DTYPE_NAMES.values())} (pass dtype=)"
-                )
+        self._parts = plain_parts(module)
+        check_dtypes(self._parts, dtype)
 
     @property
     def names(self) -> list[str]:
-        return list(self._parameters)
+        return [part.name for part in self._parts]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._parameters.items():
-            tensor = parameter.detach()
-            yield name, tensor if self._dtype is None else tensor.to(self._dtype)
+        return tensors_of(self._parts, self._dtype)
 
     def manifest(self, *, checksums: bool = True) -> Manifest:
-        if not checksums:
-            sums: list[int | None] = [None] * len(self._parameters)
-        elif self._dtype is None:
-            sums = list(checksums_of([tensor for _, tensor in self]))
-        else:  # one cast copy at a time
-            sums = [checksums_of([tensor])[0] for _, tensor in self]
-        return Manifest(
-            tuple(
-                [
-                    TensorSpec(name, DTYPE_NAMES[self._dtype or p.dtype], tuple(p.shape), value)
-                    for (name, p), value in zip(self._parameters.items(), sums, strict=True)
-                ]
-            )
+        if checksums and self._dtype is None:
+            return manifest_of(self._parts, None, checksums_of([tensor for _, tensor in self]))
+        sums = one_by_one(self) if checksums else None
+        return manifest_of(self._parts, self._dtype, sums)
+
+
+def source_of(module: nn.Module, *, dtype: torch.dtype | None = None) -> Source:
+    """PeftSource for a module with adapters, else ModuleSource; arguments and errors are theirs."""
+    if any(is_adapter_name(name) for name, _ in module.named_parameters()):
+        from trainers_adapters.peft_source import PeftSource
+
+        return PeftSource(module, dtype=dtype)
+    return ModuleSource(module, dtype=dtype)
+
+
+def tensors_of(parts: Sequence[Part], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of parts that are not sharded, one made at a time."""
+    for part in parts:
+        yield part.name, part.make([ref.get() for ref in part.refs], dtype)
+
+
+def manifest_of(
+    parts: Sequence[Part], dtype: torch.dtype | None, checksums: Sequence[int] | None
+) -> Manifest:
+    """The manifest of parts that are sent as `dtype`."""
+    sums = [None] * len(parts) if checksums is None else checksums
+    return Manifest(
+        tuple(
+            [
+                TensorSpec(part.name, DTYPE_NAMES[dtype or part.leaf.dtype], part.leaf.shape, value)
+                for part, value in zip(parts, sums, strict=True)
+            ]
         )
+    )
 
 
-def _named_once(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Each parameter once, under its cleaned name, in the module's order; a tie keeps the embedding."""
-    embeddings = {
-        f"{prefix}.weight" if prefix else "weight"
-        for prefix, child in module.named_modules(remove_duplicate=False)
-        if isinstance(child, nn.Embedding)
-    }
-    kept: dict[object, tuple[str, str, nn.Parameter]] = {}  # storage -> (own name, cleaned name, parameter)
-    for own, parameter in module.named_parameters(remove_duplicate=False):
-        if is_adapter_name(own):
-            raise ValueError(
-                f"{own} belongs to an adapter; merge the adapters into a copy of the module and push that"
-            )
-        key = storage_key(parameter)
-        if key not in kept or (own in embeddings and kept[key][0] not in embeddings):
-            kept[key] = (own, clean_name(own), parameter)
-    named: dict[str, nn.Parameter] = {}
-    for own, name, parameter in kept.values():
-        if name in named:
-            raise ValueError(f"two parameters are called {name} once wrappers are removed (one is {own})")
-        named[name] = parameter
-    return named
-
-
-def storage_key(parameter: torch.Tensor) -> object:
-    """Equal for tensors that are one: the same object, or views of exactly the same memory."""
-    if parameter.numel() == 0 or parameter.device.type == "meta":
-        return id(parameter)
-    return (parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
+def one_by_one(source: Source) -> list[int]:
+    """The checksums of a source that makes its tensors: one is there at a time."""
+    return [checksums_of([tensor])[0] for _, tensor in source]
