@@ -7,6 +7,7 @@ from several (lora.py). Where the parameters are sharded, the same parts are mad
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -92,8 +93,26 @@ def storage_key(parameter: torch.Tensor) -> object:
     return (parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
 
 
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a parameter's values are spread over a mesh. Loads nothing: there is none before its module."""
+    home = sys.modules.get("torch.distributed.tensor")
+    return home is not None and isinstance(tensor, home.DTensor)
+
+
 def whole_leaves(module: nn.Module) -> dict[str, Leaf]:
-    """The own parameters of a module that is not sharded."""
+    """The own parameters of a module that is not sharded.
+
+    Raises:
+        ValueError: this rank has only a part of one.
+    """
+    for leaf, p in module._parameters.items():
+        if p is not None and (
+            leaf == "_flat_param" or is_dtensor(p) or p.numel() < getattr(p, "ds_numel", 0)
+        ):
+            raise ValueError(
+                f"{leaf} of a {type(module).__name__} is sharded over the trainer's ranks; push "
+                "ShardedSource(module) with push_sharded, on every rank"
+            )
     return {
         leaf: Leaf(tuple(p.shape), p.dtype, storage_key(p))
         for leaf, p in module._parameters.items()

@@ -11,7 +11,7 @@ from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.segments import PackedSegment
 from trainers_adapters.sending import Outgoing, Sender
-from trainers_adapters.sources import Source
+from trainers_adapters.sources import Source, is_gathered
 from weight_updater.requests import BeginReply, BeginUpdate, Path, ShmSegment, UpdateReply
 
 if TYPE_CHECKING:
@@ -58,7 +58,11 @@ class IpcArena(Sender):
         if not self._segment.fits(outgoing):
             self.close()
         self._segment.fill(outgoing)
-        return {"manifest": outgoing.source.manifest()} if outgoing.verify else {}
+        if not outgoing.verify:
+            return {}
+        if is_gathered(outgoing.source):  # gathering everything once more would take as long as the push
+            return {"manifest": outgoing.manifest.with_checksums(self._segment.checksums())}
+        return {"manifest": outgoing.source.manifest()}
 
     def _lend(self, named: Sequence[tuple[str, torch.Tensor]], outgoing: Outgoing) -> dict[str, Any]:
         from trainers_adapters.cuda_lending import CudaLending
@@ -119,9 +123,11 @@ class IpcArena(Sender):
 
 def _all_on_gpus(source: Source) -> list[tuple[str, torch.Tensor]]:
     """What a source yields if all of it lies on GPUs, else nothing: one that makes its tensors on a CPU is
-    asked for no more than one of them here.
+    asked for no more than one of them here, and one that gathers them for none.
     """
-    named = []
+    named: list[tuple[str, torch.Tensor]] = []
+    if is_gathered(source):
+        return named
     for name, tensor in source:
         if tensor.device.type != "cuda":
             return []

@@ -29,6 +29,11 @@ class Source(Protocol):
         """What iterating yields: names, dtypes, shapes, and on request the checksums of the bytes."""
 
 
+def is_gathered(source: Source) -> bool:
+    """Whether its tensors are gathered as they are asked for, so that nobody may keep all of them."""
+    return bool(getattr(source, "gathered", False))
+
+
 class ModuleSource:
     """The parameters of a plain nn.Module under their Hugging Face names.
 
@@ -64,9 +69,14 @@ class ModuleSource:
         return manifest_of(self._parts, self._dtype, sums)
 
 
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a parameter of `module` belongs to an adapter."""
+    return any(is_adapter_name(name) for name, _ in module.named_parameters())
+
+
 def source_of(module: nn.Module, *, dtype: torch.dtype | None = None) -> Source:
     """PeftSource for a module with adapters, else ModuleSource; arguments and errors are theirs."""
-    if any(is_adapter_name(name) for name, _ in module.named_parameters()):
+    if has_adapters(module):
         from trainers_adapters.peft_source import PeftSource
 
         return PeftSource(module, dtype=dtype)
