@@ -322,9 +322,10 @@ def plot(history: list[dict[str, float]], file: Path) -> None:
 
 def line(version: int, told: dict[str, float], push_seconds: float) -> str:
     return (
-        f"step {version:2}  reward {told['reward']:.3f}  kl {told['kl']:6.3f}  entropy {told['entropy']:.2f}  "
-        f"clipped {told['clipped']:4.0%}  value loss {told['value_loss']:.3f}  "
-        f"push {push_seconds * 1e3:4.0f} ms  logprob diff {told['logprob_diff']:.1e}"
+        f"step {version:2}  reward {told['reward']:.3f}  kl {told['kl']:6.3f}  "
+        f"entropy {told['entropy']:.2f}  clipped {told['clipped']:4.0%}  "
+        f"value loss {told['value_loss']:.3f}  push {push_seconds * 1e3:4.0f} ms  "
+        f"logprob diff {told['logprob_diff']:.1e}"
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.engines import RunningEngine, serve
+from tests.programs import run_program
 from tests.tiny import load_reference, make_tiny
 from tests.wire.trainer import PATHS, PROMPT, checksums_of, push, reference_tokens
 from trainers_adapters import ModuleSource, PeftSource, RollsyncError
@@ -68,3 +69,10 @@ def test_an_adapter_that_parts_a_tied_head_is_refused_by_an_engine_that_ties_it(
     with pytest.raises(RollsyncError, match="are tied in this model but bring different values"):
         push(PeftSource(model), engine)
     assert engine.weights.checksums() == before
+
+
+def test_the_program_of_the_documentation(engine, model_dir, tmp_path):
+    printed = run_program("lora.md", tmp_path, MODEL=str(model_dir), ROLLSYNC_ADDRESS=engine.address)
+    lines = printed.splitlines()
+    assert len(lines) == 4
+    assert all("14 tensors changed" in line for line in lines[1:]), "seven layers in each of two blocks"

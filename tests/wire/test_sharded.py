@@ -9,6 +9,7 @@ import pytest
 
 from tests.children import Child
 from tests.engines import RunningEngine, serve
+from tests.programs import run_program
 from tests.tiny import make_tiny
 from tests.unit.adapters.sharded_ranks import ask_all, two_ranks
 from tests.wire.trainer import PATHS, PROMPT
@@ -41,3 +42,12 @@ def test_every_path_brings_the_whole_weights(path, engine, ranks, model_dir, wor
     live = engine.weights.checksums()
     assert (live.by_name, live.weight_version) == (expected, one["version"])
     assert engine.greedy(PROMPT, ignore_eos=True).weight_versions == [one["version"]] * 8
+
+
+def test_the_program_of_the_documentation(engine, model_dir, tmp_path):
+    before = engine.weights.checksums().weight_version
+    printed = run_program(
+        "sharded.md", tmp_path, num_ranks=2, MODEL=str(model_dir), ROLLSYNC_ADDRESS=engine.address
+    )
+    versions = [before + 1, before + 2, before + 3]
+    assert sorted(printed.splitlines()) == [f"rank {r}: version {v}" for r in (0, 1) for v in versions]
