@@ -78,9 +78,13 @@ class ServeConfig(BaseSettings):
     attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
     """auto takes flashinfer on a GPU where it is installed and fits the model, else torch."""
     cuda_graphs: bool = True
-    """Capture decode passes on a GPU, if the attention backend can be captured."""
+    """Capture forward passes on a GPU: decode passes if the attention backend can be captured, prefill passes
+    around their attention."""
     capture_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     """Batch sizes that decode graphs are captured for, up to max_running_requests; others are padded."""
+    capture_prefill_tokens: tuple[int, ...] = (32, 64, 128, 192, 256, 384, 512)
+    """Tokens of prefill and mixed passes that graphs are captured for, others are padded; above the largest,
+    where the device takes longer than the host, passes run uncaptured. Empty: none is captured."""
     overlap: bool | None = None
     """Prepare the next forward pass while the device runs one; by default on a GPU only."""
     max_prompt_logits_rows: int = Field(512, ge=1)
@@ -111,12 +115,14 @@ class ServeConfig(BaseSettings):
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
 
-    @field_validator("capture_batch_sizes", mode="before")
+    @field_validator("capture_batch_sizes", "capture_prefill_tokens", mode="before")
     @classmethod
     def _list_of_sizes(cls, sizes: Any) -> Any:
-        return tuple(sizes.split(",")) if isinstance(sizes, str) else sizes
+        if not isinstance(sizes, str):
+            return sizes
+        return tuple(sizes.split(",")) if sizes else ()
 
-    @field_validator("capture_batch_sizes")
+    @field_validator("capture_batch_sizes", "capture_prefill_tokens")
     @classmethod
     def _positive_sizes(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if any(size < 1 for size in sizes):

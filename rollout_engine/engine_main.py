@@ -94,7 +94,7 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
         roots=[str(config.model), *map(str, config.weights_roots)],
         device_staging=config.reserve_device_staging,
         initial_version=config.initial_version,
-        graphs=runner.decode_graph,
+        graphs=runner.graphs,
         preloaded=preloaded,
     )
     arithmetic = KvArithmetic(

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from rollout_engine.manifest_columns import manifest_from_message, manifest_to_message
 from rollout_engine.sampling import SamplingParams
 from weight_updater.requests import (
     BeginUpdate,
@@ -375,6 +376,8 @@ class Failed(Message, frozen=True):
 
 Event = Reply | Outputs | RequestRefused | ChunkTaken | Snapshot | Ready | Failed
 
-encoder = msgspec.msgpack.Encoder()
-command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+encoder = msgspec.msgpack.Encoder(enc_hook=manifest_to_message)
+command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(
+    Command, dec_hook=manifest_from_message
+)
 event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -78,6 +79,40 @@ def serve(
                 process.kill()
                 process.wait()
                 raise AssertionError(f"the engine did not stop on SIGTERM:\n{log.read_text()}") from None
+
+
+class Replaceable:
+    """An engine at an address that stays: it can be killed, and another started in its place.
+
+    Use it in a `with` block. `engine` is the one that runs, or ran last.
+    """
+
+    engine: RunningEngine
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        self._model, self._flags = model, flags
+        self._running = contextlib.ExitStack()
+
+    def start(self, *flags: str) -> RunningEngine:
+        """Start one; returns once it serves."""
+        serving = serve(self._model, "--port", str(self.port), *self._flags, *flags)
+        self.engine = self._running.enter_context(serving)
+        return self.engine
+
+    def kill(self) -> None:
+        """End it as a crash of the machine would: no goodbye to anybody."""
+        self.engine.process.kill()
+        self._running.close()
+
+    def __enter__(self) -> Replaceable:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._running.close()
 
 
 def _wait_ready(process: subprocess.Popen, ready: Path, log: Path, seconds: float) -> str:

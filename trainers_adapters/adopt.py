@@ -25,6 +25,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,12 +35,14 @@ from trainers_adapters.adopted_memory import allocate
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.parts import storage_key
+from trainers_adapters.sending import named_by_digest
 from trainers_adapters.sources import ModuleSource
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.descriptor import describe
 from weight_updater.requests import (
     BeginUpdate,
     CudaIpcRegion,
+    FromIpc,
     Inflight,
     Layout,
     Manifest,
@@ -81,6 +84,9 @@ class AdoptedArena:
         self._module = module
         self._layout = layout
         self._placements = [place for place in layout.placements if not place.alias_of]
+        self._manifest = Manifest(tuple(TensorSpec(p.name, p.dtype, p.shape) for p in self._placements))
+        self._digest = self._manifest.digest()
+        self._told = ""  # digest of what the engine was lent, once it knows it
         tensors = dict(ModuleSource(module))
         device = next(iter(tensors.values())).device
         _check_fits(tensors, self._placements, device)
@@ -113,10 +119,18 @@ class AdoptedArena:
         if client.layout().digest() != self._layout.digest():
             raise ValueError(f"{client.address} serves weights in another layout than this arena's")
         self._client = client
+        self._told = ""
 
     @contextmanager
     def update(
-        self, version: int = 0, *, inflight: str = "wait", lease_s: float = 0.0, timeout_s: float = 600.0
+        self,
+        version: int = 0,
+        *,
+        inflight: str = "wait",
+        verify: bool = True,
+        allow_nonfinite: bool = False,
+        lease_s: float = 0.0,
+        timeout_s: float = 600.0,
     ) -> Iterator[None]:
         """Let the block write to the parameters, then commit what it wrote as one version.
 
@@ -124,28 +138,32 @@ class AdoptedArena:
         raises, the update is aborted; what it had written is then live memory already, so the engine
         refuses to generate until a full update commits.
 
+        Args:
+            verify: the engine hashes what lies there (one read), so that its reply and its checksums are of
+                these very bytes; nothing is copied that could differ.
+            allow_nonfinite: do not refuse values that are not finite. With verify off too, nothing is read.
+
         Raises:
             RollsyncError: begin or commit was refused, or the lease ran out in between.
         """
         client = self._client
         if client is None:
             raise ValueError("the arena has no engine yet; connect(client) first")
-        manifest = Manifest(tuple(TensorSpec(p.name, p.dtype, p.shape) for p in self._placements))
-        begun = client.begin(
-            BeginUpdate(
-                path=Way.IPC,
-                update_id=f"adopt-{secrets.token_hex(8)}",
-                version=version,
-                manifest=manifest,
-                inflight=Inflight(inflight),
-                adopt=True,
-                lease_s=lease_s,
-            ),
-            timeout_s=timeout_s,
+        asked = BeginUpdate(
+            path=Way.IPC,
+            update_id=f"adopt-{secrets.token_hex(8)}",
+            version=version,
+            manifest=self._manifest,
+            inflight=Inflight(inflight),
+            adopt=True,
+            skip_checksums=not verify,
+            allow_nonfinite=allow_nonfinite,
+            lease_s=lease_s,
         )
+        begun = named_by_digest(client, asked, self._digest, partial(client.begin, timeout_s=timeout_s))
         try:
             yield
-            client.update_from_ipc(begun.update_id, [self.descriptor], timeout_s=timeout_s)
+            self._lend(client, begun.update_id, timeout_s)
             reply = client.commit(begun.update_id, timeout_s=timeout_s)
         except BaseException:
             with suppress(RollsyncError):  # the engine's lease ends it otherwise
@@ -154,6 +172,22 @@ class AdoptedArena:
         if reply.num_tensors == 0:
             raise RollsyncError("INTERNAL", "NOT_APPLIED", f"{client.address} adopted no tensor")
         self.report = reply
+
+    def _lend(self, client: WeightsClient, update_id: str, timeout_s: float) -> None:
+        """Name the arena to the engine: in full once, then (memory on a GPU) by digest."""
+        if self._told:
+            self._memory.settle()
+            try:
+                client.update_from_ipc(update_id, [], lent=self._told, timeout_s=timeout_s)
+                return
+            except RollsyncError as error:
+                if error.reason != "MANIFEST_UNKNOWN":  # else the engine has forgotten it
+                    raise
+                self._told = ""
+        region = self._memory.region()
+        client.update_from_ipc(update_id, [region], timeout_s=timeout_s)
+        if isinstance(region, CudaIpcRegion):
+            self._told = FromIpc(update_id, cuda_regions=(region,)).digest()
 
     def _move_in(self) -> None:
         """Copy every parameter into its place and point it there; tied parameters get the same place."""

@@ -22,7 +22,11 @@ class AdoptedMemory(Protocol):
     def allocation_id(self) -> str: ...
 
     def region(self) -> ShmSegment | CudaIpcRegion:
-        """What engines are told; waits until what was written so far is there."""
+        """What engines are told once; waits until what was written so far is there."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what was written so far is there."""
         ...
 
     def close(self, *, free: bool) -> None:
@@ -52,6 +56,9 @@ class _OnHost:
 
     def region(self) -> ShmSegment:
         return self._segment.descriptor
+
+    def settle(self) -> None:
+        pass  # the CPU writes while it is called
 
     def close(self, *, free: bool) -> None:
         self.data = torch.empty(0, dtype=torch.uint8)
@@ -90,8 +97,11 @@ class _OnGpu:
     def region(self) -> CudaIpcRegion:
         from weight_updater.checksum import checksum
 
-        torch.cuda.current_stream(self.data.device).synchronize()
+        self.settle()
         return replace(self._region, probe_checksum=checksum(self.data[: self._region.probe_bytes]))
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self.data.device).synchronize()
 
     def close(self, *, free: bool) -> None:
         self.data = torch.empty(0, dtype=torch.uint8)

@@ -50,15 +50,17 @@ tensors packed in the manifest's order, each at a multiple of 256 bytes, of whic
 
 
 def manifest_message(manifest: Manifest) -> pb.Manifest:
+    columns = manifest.columns
+    rows = zip(columns.names, columns.dtypes, columns.shapes, manifest.checksums, strict=True)
     return pb.Manifest(
         tensors=[
             pb.TensorSpec(
-                name=spec.name,
-                dtype=number_of(spec.dtype, DTYPES, f"dtype of {spec.name}"),  # type: ignore[arg-type]
-                shape=spec.shape,
-                checksum=spec.checksum,
+                name=name,
+                dtype=number_of(dtype, DTYPES, f"dtype of {name}"),  # type: ignore[arg-type]
+                shape=shape,
+                checksum=checksum,
             )
-            for spec in manifest.tensors
+            for name, dtype, shape, checksum in rows
         ]
     )
 

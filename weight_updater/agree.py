@@ -80,13 +80,13 @@ def next_version(asked: int, highest: int) -> int:
 
 def check_adoptable(plan: Plan) -> None:
     """Refuse to adopt tensors that would need a cast."""
-    tensors = plan.manifest.tensors
-    wrong = [index for index in plan.needed if not plan.same_dtype(index)]
+    wrong = sorted(plan.casts)
     if wrong:
+        spec = plan.manifest.tensor(wrong[0])
         more = f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
         raise UpdateRefused(
             Reason.MANIFEST_MISMATCH,
-            f"{tensors[wrong[0]].name} is {tensors[wrong[0]].dtype}, the model's {plan.slot(wrong[0]).name} "
+            f"{spec.name} is {spec.dtype}, the model's {plan.slot(wrong[0]).name} "
             f"is {plan.slot(wrong[0]).dtype}{more}; adopt shares memory and cannot cast",
         )
 

@@ -15,10 +15,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from weight_updater import virtual_memory
+from weight_updater.checksum import mixed_lengths
 from weight_updater.requests import Layout, Placement, align
+from weight_updater.small import SmallTensors
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -56,6 +59,13 @@ class Arena:
     Args:
         storages: in the order of the arena.
         aliases: slot name -> the slot whose storage it shares (a tied head).
+
+    Attributes:
+        placements, sizes: of every slot, aliases last; sizes in bytes.
+        slot_names: names that hold bytes of their own (no aliases), in the arena's order.
+        names_in_order: the same, sorted.
+        row_of: name -> its row in `offset_of` (bytes), `mixed_lengths` (what makes a checksum out of a total)
+            and `small`.
     """
 
     def __init__(self, storages: Sequence[StorageSpec], aliases: Mapping[str, str] | None = None) -> None:
@@ -69,10 +79,18 @@ class Arena:
             self._storage_offset[storage.key] = end
             end = align(self._place_slots(storage, end))
         self.nbytes = end
+        self.slot_names = list(self.placements)
         for name, target in self.aliases.items():
             place = self.placements[target]
             self.placements[name] = Placement(name, place.dtype, place.shape, place.offset, alias_of=target)
             self.sizes[name] = self.sizes[target]
+        self.names_in_order = sorted(self.slot_names)
+        self.row_of = {name: row for row, name in enumerate(self.placements)}
+        places = self.placements.values()
+        sizes = list(self.sizes.values())
+        self.small = SmallTensors(sizes, [TORCH_DTYPES[place.dtype] for place in places])
+        self.mixed_lengths = mixed_lengths(sizes)
+        self.offset_of = np.array([place.offset for place in places], dtype=np.int64)
 
     def _place_slots(self, storage: StorageSpec, offset: int) -> int:
         itemsize = storage.dtype.itemsize
@@ -88,11 +106,6 @@ class Arena:
     @property
     def layout(self) -> Layout:
         return Layout(tuple(self.placements.values()), self.nbytes)
-
-    @property
-    def slot_names(self) -> list[str]:
-        """Names that hold bytes of their own (no aliases), in the arena's order."""
-        return [name for name, place in self.placements.items() if not place.alias_of]
 
     def canonical(self, name: str) -> str:
         """The slot that holds `name`'s bytes: itself, or the target of an alias."""

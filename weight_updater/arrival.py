@@ -1,36 +1,92 @@
-"""What has come of one tensor, and the refusal of what should not have."""
+"""What has come of the tensors of an update, and the refusal of what should not have."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import TensorSpec
 
 
-class Arrival:
-    """What has come of one tensor. spans: sorted, disjoint, merged [start, end) in bytes."""
+class Arrivals:
+    """What has come of each tensor of a manifest. Not thread-safe.
 
-    __slots__ = ("nonfinite", "spans", "total")
+    Args:
+        sizes: bytes of each tensor.
+    """
 
-    def __init__(self) -> None:
-        self.spans: list[tuple[int, int]] = []
-        self.total = 0  # sum of the chunks' mixed words
-        self.nonfinite = False
+    def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
+        self._sizes = sizes
+        self._whole = np.zeros(sizes.size, dtype=np.bool_)
+        # Of tensors that came in parts so far: sorted, disjoint, merged [start, end) in bytes.
+        self._spans: dict[int, list[tuple[int, int]]] = {}
 
-    def claim(self, start: int, end: int) -> tuple[int, int] | None:
-        """Add [start, end); returns the span that it overlaps, if any, and then adds nothing."""
-        at = bisect_left(self.spans, (start, start))
-        for span in self.spans[max(0, at - 1) : at + 1]:
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: int) -> Arrival:
+        return Arrival(self.spans(index))
+
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """The bytes of a tensor that came: sorted, disjoint, merged [start, end)."""
+        return [(0, int(self._sizes[index]))] if self._whole[index] else self._spans.get(index, [])
+
+    def claim(self, index: int, start: int, end: int) -> tuple[int, int] | None:
+        """Add [start, end), which is not empty, to a tensor's bytes; returns the span that it overlaps, if
+        any, and then adds nothing.
+        """
+        spans = self.spans(index)
+        at = bisect_left(spans, (start, start))
+        for span in spans[max(0, at - 1) : at + 1]:
             if start < span[1] and span[0] < end:
                 return span
-        if at < len(self.spans) and self.spans[at][0] == end:
-            end = self.spans.pop(at)[1]
-        if at and self.spans[at - 1][1] == start:
+        if at < len(spans) and spans[at][0] == end:
+            end = spans.pop(at)[1]
+        if at and spans[at - 1][1] == start:
             at -= 1
-            start = self.spans.pop(at)[0]
-        self.spans.insert(at, (start, end))
+            start = spans.pop(at)[0]
+        if start == 0 and end == self._sizes[index]:
+            self._whole[index] = True
+            self._spans.pop(index, None)
+        else:
+            spans.insert(at, (start, end))
+            self._spans[index] = spans
         return None
+
+    def claim_whole(self, indexes: npt.NDArray[np.int64]) -> int | None:
+        """Add all bytes of some tensors; returns one that came before or comes twice, if any, and then adds
+        nothing.
+        """
+        if not indexes.size:
+            return None
+        taken = self._whole[indexes]
+        if taken.any():
+            return int(indexes[taken][0])
+        if (np.diff(indexes) <= 0).any():  # not in order: then one may be there twice
+            found, counts = np.unique(indexes, return_counts=True)
+            if (counts > 1).any():
+                return int(found[counts > 1][0])
+        for index in self._spans.keys() & set(indexes.tolist()) if self._spans else ():
+            return index
+        self._whole[indexes] = self._sizes[indexes] > 0
+        return None
+
+    def missing(self, tensors: Sequence[int]) -> list[int]:
+        """Those of `tensors` that have not come whole."""
+        indexes = np.asarray(tensors, dtype=np.int64)
+        found: list[int] = indexes[~self._whole[indexes] & (self._sizes[indexes] > 0)].tolist()
+        return found
+
+
+class Arrival(NamedTuple):
+    """What has come of one tensor. spans: sorted, disjoint, merged [start, end) in bytes."""
+
+    spans: list[tuple[int, int]]
 
 
 def bad_chunk(spec: TensorSpec, offset: int, end: int, what: str) -> UpdateRefused:

@@ -75,7 +75,7 @@ def _finish(target: WeightTarget, expected: Mapping[str, int], done: Done) -> No
     done.finalise_s = time.perf_counter() - start
     start = time.perf_counter()
     live = slot_checksums(target, list(expected))
-    wrong = [name for name, value in expected.items() if live[name] != value]
+    wrong = [name for name, value in expected.items() if live[name] != value] if live != expected else []
     done.compare_s = time.perf_counter() - start
     if wrong:
         more = f" (and {len(wrong) - 1} more slots)" if len(wrong) > 1 else ""

@@ -8,10 +8,13 @@ only when all its bytes have arrived.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -20,14 +23,18 @@ from weight_updater.pinned import pinned_zeros
 SLOT_BYTES = 8 << 20
 """Bytes of one slot of the ring: of one read, and of one copy to the device."""
 
-NUM_SLOTS = 48
+NUM_SLOTS = 24
+"""As few as keep readers and copies busy: what still lies in a cache is copied fastest."""
 
-SLOTS_PER_LANE = 2
-"""One slot is filled while the other one's bytes travel."""
+T = TypeVar("T")
 
 
 class Mark(Protocol):
     """A point in the order of copies."""
+
+    def done(self) -> bool:
+        """Whether all copies before it have ended."""
+        ...
 
     def wait(self) -> None:
         """Until all copies before it have ended. Lets other Python threads run."""
@@ -90,35 +97,73 @@ class _Event:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
+    def done(self) -> bool:
+        done: bool = self._event.query()  # type: ignore[no-untyped-call]
+        return done
+
     def wait(self) -> None:
         self._event.synchronize()
 
 
-class Lane:
-    """The slots of one thread, in turn.
+@dataclass(frozen=True, slots=True)
+class RingSlot:
+    """data: [slot bytes] uint8, page-locked. view: the same memory, to read into."""
 
-    Args:
-        slots: [slot bytes] uint8 each, page-locked.
+    data: torch.Tensor
+    view: memoryview
+
+
+class Passage(Generic[T]):
+    """Slots on their way round: readers fill them, one thread queues the copies out of them.
+
+    Only that thread calls the device: many would wait for one another more than for it.
     """
 
-    def __init__(self, slots: list[torch.Tensor], copies: Copies) -> None:
-        self._slots = [(slot, slot.numpy().data) for slot in slots]
-        self._marks: list[Mark | None] = [None] * len(slots)
+    def __init__(self, slots: Sequence[RingSlot], copies: Copies) -> None:
         self._copies = copies
-        self._at = 0
+        self._free: queue.SimpleQueue[RingSlot | None] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[tuple[RingSlot, T] | None] = queue.SimpleQueue()
+        self._leaving: deque[tuple[Mark, RingSlot]] = deque()  # in the order of the copies
+        for slot in slots:
+            self._free.put(slot)
 
-    def next(self) -> tuple[torch.Tensor, memoryview]:
-        """A slot (as a tensor, and as memory to read into) that no copy reads from any more."""
-        self._at = (self._at + 1) % len(self._slots)
-        mark = self._marks[self._at]
-        if mark is not None:
-            mark.wait()
-            self._marks[self._at] = None
-        return self._slots[self._at]
+    def take(self) -> RingSlot | None:
+        """READER. A slot that no copy reads from any more; None after `stop`."""
+        slot = self._free.get()
+        if slot is None:
+            self._free.put(None)  # for the next reader
+        return slot
 
-    def sent(self) -> None:
-        """All copies out of the slot that `next` gave have been queued."""
-        self._marks[self._at] = self._copies.mark()
+    def fill(self, slot: RingSlot, what: T) -> None:
+        """READER. What lies in the slot may be copied."""
+        self._filled.put((slot, what))
+
+    def end(self) -> None:
+        """READER. This one fills no more slots."""
+        self._filled.put(None)
+
+    def stop(self) -> None:
+        """Readers get no more slots."""
+        self._free.put(None)
+
+    def arrivals(self, num_readers: int) -> Iterator[tuple[torch.Tensor, T]]:
+        """COPIER. Filled slots, until all readers have ended.
+
+        All copies out of a slot must have been queued when the next one is asked for.
+        """
+        while num_readers:
+            while self._leaving and self._leaving[0][0].done():
+                self._free.put(self._leaving.popleft()[1])
+            if self._leaving and self._free.empty() and self._filled.empty():
+                self._leaving[0][0].wait()  # every reader may be waiting for this one
+                continue
+            arrived = self._filled.get()
+            if arrived is None:
+                num_readers -= 1
+                continue
+            slot, what = arrived
+            yield slot.data, what
+            self._leaving.append((self._copies.mark(), slot))
 
 
 class HostRing:
@@ -130,18 +175,14 @@ class HostRing:
 
     def __init__(self, memory: torch.Tensor, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        self._slots = list(memory.view(-1, slot_bytes))
+        self._slots = [RingSlot(slot, slot.numpy().data) for slot in memory.view(-1, slot_bytes)]
         self._busy = threading.Lock()
 
     @contextlib.contextmanager
-    def lanes(self, copies: Copies, num_threads: int) -> Iterator[list[Lane]]:
-        """WORKER. Up to `num_threads` lanes; fewer if there are not enough slots. One receiver at a time.
-
-        All copies out of the slots must have ended when the block does.
-        """
-        num_lanes = max(1, min(num_threads, len(self._slots) // SLOTS_PER_LANE))
+    def passage(self, copies: Copies) -> Iterator[Passage[Any]]:
+        """WORKER. One receiver at a time. All copies out of the slots must have ended when the block does."""
         with self._busy:
-            yield [Lane(self._slots[lane::num_lanes][:SLOTS_PER_LANE], copies) for lane in range(num_lanes)]
+            yield Passage(self._slots, copies)
 
 
 _lock = threading.Lock()

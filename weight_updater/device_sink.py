@@ -250,10 +250,9 @@ class DeviceSink(Sink):
             found = scan_places(self.destination, places, find_nonfinite=self.finds_nonfinite)
         for place, result in found:
             index = by_offset[place.offset]
-            arrival = self._arrivals[index]
-            arrival.nonfinite = result.nonfinite
+            self._nonfinite[index] = result.nonfinite
             if self.plan.same_dtype(index):
-                arrival.total = result.total
+                self._totals[index] = result.total
             else:
                 self._slot_totals[index] = result.total
 

@@ -14,16 +14,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from weight_updater.arena import WeightTarget
-from weight_updater.device_copies import HostRing, Lane, ring_to
+from weight_updater.device_copies import HostRing, Passage, ring_to
 from weight_updater.device_sink import DeviceSink, make_sink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import conflict, plan_update
 from weight_updater.requests import FromDisk, Manifest, TensorSpec
 from weight_updater.safetensors_header import Headers, corrupt
 from weight_updater.safetensors_io import Checkpoint, open_checkpoint
+from weight_updater.small import Indexes
 
 CHUNK_BYTES = 4 << 20
 """Bytes per read on a CPU; each thread holds one buffer of this size."""
@@ -124,22 +126,23 @@ def load_directory(target: WeightTarget, directory: str, *, num_threads: int = 0
     with open_checkpoint(directory, roots) as checkpoint:
         manifest = checkpoint.manifest
         plan = plan_update(target, manifest, partial=False, merged=False)
-        hashing = any(tensor.checksum is not None for tensor in manifest.tensors)
+        hashing = any(value is not None for value in manifest.checksums)
         sink = make_sink(plan, target.arena, target.buffer, hashing=hashing, find_nonfinite=False)
         _read(checkpoint, sink, plan.needed, num_threads)
         checkpoint.check_unchanged()
-    for index in plan.needed:
-        tensor = manifest.tensors[index]
-        if tensor.checksum is not None and sink.received_checksum(index) != tensor.checksum:
+    received = sink.received_checksums(plan.needed) if hashing else []
+    for index, value in zip(plan.needed, received, strict=False):
+        promised = manifest.checksums[index]
+        if promised is not None and value != promised:
             raise UpdateRefused(
                 Reason.CHECKSUM_MISMATCH,
-                f"{tensor.name} in {directory} has checksum {sink.received_checksum(index):016x}, its file "
-                f"says {tensor.checksum:016x}; the file is damaged",
+                f"{manifest.tensor(index).name} in {directory} has checksum {value:016x}, its file says "
+                f"{promised:016x}; the file is damaged",
             )
     for twin, writer in plan.twins.items():
         ours, theirs = sink.slot_checksum(twin), sink.slot_checksum(writer)
         if ours != theirs:
-            a, b = manifest.tensors[twin], manifest.tensors[writer]
+            a, b = manifest.tensor(twin), manifest.tensor(writer)
             raise UpdateRefused(Reason.MANIFEST_MISMATCH, conflict(a, b, ours, theirs))
     target.finalise()
     return manifest
@@ -198,15 +201,18 @@ def _read(
     ring: HostRing | None = None,
 ) -> None:
     """Read what is needed into `sink` by several threads; all bytes lie in their places when it returns."""
-    wanted = range(len(checkpoint.tensors)) if needed is None else sorted(needed)
+    wanted = (
+        np.arange(len(checkpoint.manifest)) if needed is None else np.array(sorted(needed), dtype=np.int64)
+    )
     if isinstance(sink, DeviceSink):
         assert sink.destination is not None
         ring = ring or ring_to(sink.destination.device)
-        num_threads = num_threads or min(MAX_THREADS_TO_DEVICE, os.cpu_count() or 1)
+        # The engine's loop and the thread that queues the copies want a core each.
+        num_threads = num_threads or max(1, min(MAX_THREADS_TO_DEVICE, (os.cpu_count() or 1) - 2))
         reads = _Reads(checkpoint, wanted, ring.slot_bytes)
-        with ring.lanes(sink.copies, num_threads) as lanes:
+        with ring.passage(sink.copies) as passage:
             try:
-                _in_threads([partial(_read_to_device, reads, lane, sink) for lane in lanes])
+                _read_to_device(reads, passage, sink, num_threads)
             finally:
                 sink.flush()  # before the slots are somebody else's, or the error is told
     else:
@@ -223,12 +229,29 @@ def _read_to_host(reads: _Reads, sink: ByteSink) -> None:
         _give(read, buffer, sink)
 
 
-def _read_to_device(reads: _Reads, lane: Lane, sink: ByteSink) -> None:
-    for read in reads.take():
-        slot, view = lane.next()
-        _fill(view[: read.size], read)
-        _give(read, slot, sink)
-        lane.sent()
+def _read_to_device(reads: _Reads, passage: Passage[_Read], sink: DeviceSink, num_threads: int) -> None:
+    """Fill slots in `num_threads` threads, and queue their copies in this one."""
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="read-weights") as pool:
+        workers = [pool.submit(_fill_slots, reads, passage) for _ in range(num_threads)]
+        try:
+            for data, read in passage.arrivals(num_threads):
+                _give(read, data, sink)
+        finally:
+            passage.stop()
+    for worker in workers:
+        worker.result()
+
+
+def _fill_slots(reads: _Reads, passage: Passage[_Read]) -> None:
+    try:
+        for read in reads.take():
+            slot = passage.take()
+            if slot is None:
+                return
+            _fill(slot.view[: read.size], read)
+            passage.fill(slot, read)
+    finally:
+        passage.end()
 
 
 def _give(read: _Read, buffer: torch.Tensor, sink: ByteSink) -> None:
@@ -248,8 +271,8 @@ def _in_threads(work: Sequence[Callable[[], None]]) -> None:
 class _Reads:
     """The reads of a checkpoint, handed out to threads one by one until one of them fails."""
 
-    def __init__(self, checkpoint: Checkpoint, wanted: Collection[int], most_bytes: int) -> None:
-        self._left = iter(_plan_reads(checkpoint, wanted, most_bytes))
+    def __init__(self, checkpoint: Checkpoint, wanted: Indexes, most_bytes: int) -> None:
+        self._left = _plan_reads(checkpoint, wanted, most_bytes)
         self._turn = threading.Lock()
         self._failed = False
 
@@ -268,28 +291,31 @@ class _Reads:
                 self._failed = self._failed or not done  # the others stop after what they are at
 
 
-def _plan_reads(checkpoint: Checkpoint, wanted: Collection[int], most_bytes: int) -> list[_Read]:
-    """Cut the wanted tensors into reads of up to `most_bytes`; neighbours in a file share one."""
-    reads: list[_Read] = []
-    last: _Read | None = None  # to which whole tensors may be added
-    for index in wanted:
-        stored = checkpoint.tensors[index]
-        nbytes, position, fd = stored.spec.nbytes, stored.offset, checkpoint.files[stored.file]
-        if (
-            last is not None
-            and last.fd == fd
-            and last.position + last.size == position
-            and last.size + nbytes <= most_bytes
-        ):
-            last.tensors.append(index)
-            last.places.append(last.size)
-            last.size += nbytes
-            continue
-        for start in range(0, nbytes, most_bytes):
-            size = min(most_bytes, nbytes - start)
-            reads.append(_Read(stored.file, fd, position + start, size, [index], [0], start))
-        last = reads[-1] if 0 < nbytes <= most_bytes else None
-    return reads
+def _plan_reads(checkpoint: Checkpoint, wanted: Indexes, most_bytes: int) -> Iterator[_Read]:
+    """Cut the wanted tensors into reads of up to `most_bytes`; neighbours in a file share one.
+
+    Args:
+        wanted: in order.
+    """
+    first = 0
+    for stored in checkpoint.stored:
+        count = len(stored.offsets)
+        here = wanted[(wanted >= first) & (wanted < first + count)] - first
+        starts = np.array(stored.offsets, dtype=np.int64)[here]
+        ends = starts + np.array(stored.manifest.columns.sizes, dtype=np.int64)[here]
+        fd = checkpoint.files[stored.file]
+        gaps = np.append(np.flatnonzero(starts[1:] != ends[:-1]) + 1, here.size)  # where no neighbour follows
+        at = 0
+        while at < here.size:
+            run = gaps[np.searchsorted(gaps, at, side="right")]
+            until = max(at + 1, min(run, np.searchsorted(ends, starts[at] + most_bytes, side="right")))
+            start, size = int(starts[at]), int(ends[until - 1] - starts[at])
+            tensors, places = (here[at:until] + first).tolist(), (starts[at:until] - start).tolist()
+            for done in range(0, size, most_bytes):  # more than one read only of a single tensor
+                read = min(most_bytes, size - done)
+                yield _Read(stored.file, fd, start + done, read, tensors, places, done)
+            at = until
+        first += count
 
 
 def _fill(view: memoryview, read: _Read) -> None:

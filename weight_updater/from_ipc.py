@@ -141,7 +141,7 @@ class Mappings:
         self.device = device
         self._mappings: OrderedDict[str, _Shared | _OnGpu] = OrderedDict()
         self._lent: OrderedDict[str, FromIpc] = OrderedDict()
-        self._arranged: dict[str, LentTensors] = {}  # by the digest of what was lent
+        self._arranged: dict[tuple[str, bool], LentTensors] = {}  # by the digest of what was lent, and adopt
         self._in_use: Counter[str] = Counter()  # allocations that a worker reads
         self._lock = threading.RLock()  # the loop releases, a worker opens
 
@@ -196,21 +196,22 @@ class Mappings:
             known = self._lent[digest]
         return replace(known, update_id=request.update_id, lent=digest, scanned=request.scanned)
 
-    def arranged(self, digest: str, plan: Plan) -> LentTensors | None:
+    def arranged(self, digest: str, plan: Plan, *, adopt: bool) -> LentTensors | None:
         """The tensors of a remembered request for the same plan, if `keep` got them since it was mapped."""
         with self._lock:
-            known = self._arranged.get(digest)
+            known = self._arranged.get((digest, adopt))
         return known if known is not None and known.plan.slots is plan.slots else None
 
-    def keep(self, digest: str, lent: LentTensors) -> None:
+    def keep(self, digest: str, lent: LentTensors, *, adopt: bool) -> None:
         """Keep a remembered request's tensors, until it is forgotten or a region of it is unmapped."""
         with self._lock:
             if digest in self._lent:
-                self._arranged[digest] = lent
+                self._arranged[digest, adopt] = lent
 
     def _forget(self, digest: str) -> None:
         del self._lent[digest]
-        self._arranged.pop(digest, None)
+        for adopt in (False, True):
+            self._arranged.pop((digest, adopt), None)
 
     @contextmanager
     def using(self, regions: Sequence[Region]) -> Iterator[None]:
@@ -286,6 +287,9 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
     if request.cuda_regions:
         _receive_from_gpu(request, sink, mappings, arena, adopt=adopt)
         return
+    if not adopt and not request.placements and len(request.regions) == 1:
+        _receive_packed(request.regions[0], sink, mappings)
+        return
     placements = _placements(request, sink.plan, arena, adopt=adopt)
     with mappings.using(request.regions), side_stream(mappings.device):
         regions = [mappings.open(region).data for region in request.regions]
@@ -295,9 +299,21 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
         sink.flush()
 
 
+def _receive_packed(region: ShmSegment, sink: Sink, mappings: Mappings) -> None:
+    """All tensors that are needed lie in one region, packed in the manifest's order."""
+    plan = sink.plan
+    positions = [plan.packed_offsets[index] for index in plan.needed]
+    for index, position in zip(plan.needed, positions, strict=True) if region.size < plan.packed_end else ():
+        if region.size < position + plan.sizes[index]:
+            raise _too_small(plan, RegionPlacement(index, 0, position), region)
+    with mappings.using([region]), side_stream(mappings.device):
+        sink.write_whole(plan.needed, positions, mappings.open(region).data)
+        sink.flush()
+
+
 def _receive_from_gpu(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, adopt: bool) -> None:
     with mappings.using(request.cuda_regions), side_stream(mappings.device):
-        lent = mappings.arranged(request.lent, sink.plan)
+        lent = mappings.arranged(request.lent, sink.plan, adopt=adopt)
         if lent is None:
             placements = _placements(request, sink.plan, arena, adopt=adopt)
             regions = [mappings.open(region).data for region in request.cuda_regions]
@@ -307,14 +323,12 @@ def _receive_from_gpu(request: FromIpc, sink: Sink, mappings: Mappings, arena: A
                 for place in placements
             ]
             lent = LentTensors(sink.plan, tensors)
-            if not adopt:
-                mappings.keep(request.lent, lent)
+            mappings.keep(request.lent, lent, adopt=adopt)
         take_lent(sink, lent, mappings.device, scanned=request.scanned)
 
 
 def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> list[RegionPlacement]:
     """Where each tensor that is needed lies; checked against the regions' number and sizes."""
-    tensors = plan.manifest.tensors
     if not request.placements:
         if len(request.all_regions) != 1:
             raise UpdateRefused(
@@ -328,23 +342,28 @@ def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> l
     else:
         placements = list(request.placements)
     for place in placements:
-        if not 0 <= place.tensor < len(tensors) or not 0 <= place.handle < len(request.all_regions):
+        if not 0 <= place.tensor < len(plan.slots) or not 0 <= place.handle < len(request.all_regions):
             raise UpdateRefused(
                 Reason.INVALID_UPDATE,
-                f"a placement names tensor {place.tensor} in region {place.handle}; there are {len(tensors)} "
-                f"tensors and {len(request.all_regions)} regions (counted from 0)",
+                f"a placement names tensor {place.tensor} in region {place.handle}; there are "
+                f"{len(plan.slots)} tensors and {len(request.all_regions)} regions (counted from 0)",
             )
-        size, end = request.all_regions[place.handle].size, place.offset + plan.sizes[place.tensor]
-        if place.offset < 0 or end > size:
-            raise UpdateRefused(
-                Reason.MEMORY_UNAVAILABLE,
-                f"{tensors[place.tensor].name} needs bytes [{place.offset}, {end}) of region "
-                f"{place.handle} ({_describe(request.all_regions[place.handle])}), which has {size}",
-            )
+        region = request.all_regions[place.handle]
+        if place.offset < 0 or place.offset + plan.sizes[place.tensor] > region.size:
+            raise _too_small(plan, place, region)
     placements = [place for place in placements if plan.slots[place.tensor] is not None]
     if adopt:
         _check_arena(request, plan, arena, placements)
     return placements
+
+
+def _too_small(plan: Plan, place: RegionPlacement, region: Region) -> UpdateRefused:
+    return UpdateRefused(
+        Reason.MEMORY_UNAVAILABLE,
+        f"{plan.manifest.tensor(place.tensor).name} needs bytes [{place.offset}, "
+        f"{place.offset + plan.sizes[place.tensor]}) of region {place.handle} "
+        f"({_describe(region)}), which has {region.size}",
+    )
 
 
 def _check_arena(request: FromIpc, plan: Plan, arena: Arena, placements: Sequence[RegionPlacement]) -> None:

@@ -20,7 +20,7 @@ from weight_updater.requests import FromTensor, ShmSegment
 from weight_updater.shm import SharedSegment
 from weight_updater.sink import Sink
 
-COPY_BYTES = 128 << 20
+COPY_BYTES = 32 << 20
 """Bytes of one copy from a segment to a device."""
 
 MAX_THREADS = 16
@@ -83,12 +83,11 @@ def read_segment(
 
 
 def _check_size(segment: ShmSegment, plan: Plan) -> None:
-    end = max(offset + nbytes for offset, nbytes in zip(plan.packed_offsets, plan.sizes, strict=True))
-    if segment.size < end:
+    if segment.size < plan.packed_end:
         raise UpdateRefused(
             Reason.MEMORY_UNAVAILABLE,
             f"shared-memory segment {segment.name} has {segment.size} bytes, the manifest's "
-            f"{len(plan.sizes)} tensors packed in order, each 256-byte aligned, need {end}",
+            f"{len(plan.sizes)} tensors packed in order, each 256-byte aligned, need {plan.packed_end}",
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weight_updater import from_ipc, replies
 from weight_updater.arena import WeightTarget
 from weight_updater.checksum import checksums as checksums_of
-from weight_updater.checksum import fold_by_name
+from weight_updater.checksum import fold
 from weight_updater.commit import make_live
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
@@ -61,7 +61,7 @@ class LiveWeights:
 
     def know(self) -> None:
         """ANY THREAD. Complete `known`, while nothing writes to the slots."""
-        if not self.torn_reason:
+        if not self.torn_reason and len(self.known) < len(self._target.arena.slot_names):
             missing = [name for name in self._target.arena.slot_names if name not in self.known]
             self.known.update(slot_checksums(self._target, missing))
 
@@ -72,18 +72,21 @@ class LiveWeights:
             UpdateRefused: a fault that was undone. WeightsTorn: one that was not.
         """
         written = tuple(update.plan.written)
-        before = {name: self.known[name] for name in written if name in self.known}
+        full = update.plan.full  # then all that is known is about to be replaced
+        before = self.known if full else {name: self.known[name] for name in written if name in self.known}
         write = self._write(update)
         recapture = update.request.recapture
         # What was received into the arena that is live already was hashed where it lies.
         expected = {} if update.in_adopted else update.expected
         done = make_live(self._target, write, expected, before, self._graphs, recapture)
         was_whole, previous_version, previous_path = not self.torn_reason, self.version, self.weights_path
-        for name in written:
-            self.known.pop(name, None)
-        self.known.update(update.expected)
-        if update.plan.full:
+        if full:
+            self.known = dict(update.expected)
             self.torn_reason = ""
+        else:
+            for name in written:
+                self.known.pop(name, None)
+            self.known.update(update.expected)
         self.adopted = update.adoption
         if update.path is Path.DISK:
             self.weights_path = update.directory
@@ -94,7 +97,7 @@ class LiveWeights:
             version=self.version,
             previous_version=previous_version,
             commit_sequence=self.commit_sequence,
-            live=self._all_known(),
+            live=self._live_checksum(),
         )
         self.previous = None
         if update.request.keep_previous and was_whole:  # half a model is not worth going back to
@@ -150,7 +153,7 @@ class LiveWeights:
             version=self.version,
             previous_version=rolled_back_from,
             commit_sequence=self.commit_sequence,
-            live=fold_by_name(self._all_known()) if previous.checksums else 0,
+            live=self._live_checksum() if previous.checksums else 0,
         )
 
     def tear(self, reason: str) -> None:
@@ -179,10 +182,10 @@ class LiveWeights:
         self.highest = max(self.highest, version)
         self.commit_sequence += 1
 
-    def _all_known(self) -> dict[str, int]:
-        """`known` in the arena's order; empty if a slot is missing."""
-        names = self._target.arena.slot_names
-        return {name: self.known[name] for name in names} if len(self.known) == len(names) else {}
+    def _live_checksum(self) -> int:
+        """One checksum over all slots, in the order of their names; 0 if one of them is not known."""
+        names = self._target.arena.names_in_order
+        return fold([self.known[name] for name in names]) if len(self.known) == len(names) else 0
 
     def _write(self, update: OpenUpdate) -> Write:
         """How the update's bytes come into place."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.cast import as_dtype, cast_pieces
-from weight_updater.checksum import PartialChecksum, finish, has_nonfinite, scan
+from weight_updater.checksum import PartialChecksum, has_nonfinite, scan
 from weight_updater.plan import Plan
 from weight_updater.requests import ITEMSIZE
-from weight_updater.slot_scan import scan_small
+
+_MASK = (1 << 64) - 1
 
 
 class Look:
@@ -33,9 +35,9 @@ class Look:
         self._hashing = hashing
         self._find_nonfinite = find_nonfinite
         self._lock = threading.Lock()
-        self._arrived = [0] * len(plan.slots)
-        self._totals = [0] * len(plan.slots)
-        self._nonfinite: set[int] = set()
+        self._arrived = np.zeros(len(plan.slots), dtype=np.int64)
+        self._totals = np.zeros(len(plan.slots), dtype=np.uint64)
+        self._nonfinite = np.zeros(len(plan.slots), dtype=np.bool_)
         self._cast = {i: PartialChecksum() for i in self._tied if not plan.same_dtype(i)}
 
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None:
@@ -60,54 +62,51 @@ class Look:
             nonfinite = self._look_at_cast(tensor_index, byte_offset, data, dtype, wanted)
         with self._lock:
             self._arrived[tensor_index] += data.numel()
-            self._totals[tensor_index] += total
-            if nonfinite:
-                self._nonfinite.add(tensor_index)
+            self._totals[tensor_index] = (int(self._totals[tensor_index]) + total) & _MASK
+            self._nonfinite[tensor_index] |= nonfinite
 
     def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None:
         """Look at whole tensors: `indexes[k]` starts at byte `positions[k]` of `data`. As a `write` for each,
         at the cost of their bytes where they are many and small.
         """
-        sizes, small = self.plan.sizes, self.plan.small
-        members: list[int] = []
-        starts: list[int] = []
-        for index, position in zip(indexes, positions, strict=True):
-            if small[index]:
-                members.append(index)
-                starts.append(position)
-            else:
-                self.write(index, 0, data[position : position + sizes[index]])
-        found = list(scan_small(self.plan, data, members, starts, find_nonfinite=self._find_nonfinite))
-        with self._lock:
-            for index, total, nonfinite in found:
-                self._arrived[index] += sizes[index]
-                self._totals[index] += total
-                if nonfinite:
-                    self._nonfinite.add(index)
+        plan = self.plan
+        tensors, places = np.asarray(indexes, dtype=np.int64), np.asarray(positions, dtype=np.int64)
+        small = plan.small.are_among(tensors)
+        for index, position in zip(tensors[~small].tolist(), places[~small].tolist(), strict=True):
+            self.write(index, 0, data[position : position + plan.sizes[index]])
+        members, starts = tensors[small], places[small]
+        totals, nonfinite = plan.small.scan(
+            data.numpy(), members, starts, find_nonfinite=self._find_nonfinite
+        )
+        with self._lock:  # none comes twice in one call, so plain indexing adds
+            self._arrived[members] += plan.size_of[members]
+            self._totals[members] += totals
+            self._nonfinite[members] |= nonfinite
 
     def incomplete(self) -> list[tuple[int, int]]:
         """(tensor, bytes that were seen) of every tensor that must arrive and was not seen whole."""
-        tensors = self.plan.manifest.tensors
-        return [(i, self._arrived[i]) for i in self.plan.needed if self._arrived[i] != tensors[i].nbytes]
+        short = self._arrived != self.plan.size_of
+        return [(i, int(self._arrived[i])) for i in self.plan.needed if short[i]] if short.any() else []
 
     def received_checksum(self, index: int) -> int:
         """The checksum of a whole tensor as it would arrive; needs `hashing`, or a twin or its writer."""
-        return finish(self._totals[index] & ((1 << 64) - 1), self.plan.manifest.tensors[index].nbytes)
+        return self.received_checksums([index])[0]
 
     def received_checksums(self, indexes: Sequence[int]) -> list[int]:
         """`received_checksum` of many tensors."""
-        return [self.received_checksum(index) for index in indexes]
+        values: list[int] = (self._totals[indexes] + self.plan.mixed_lengths[indexes]).tolist()
+        return values
 
     def slot_checksum(self, index: int) -> int:
         """The checksum of a twin or its writer in the slot's dtype."""
         if self.plan.same_dtype(index):
             return self.received_checksum(index)
-        spec = self.plan.manifest.tensors[index]
+        spec = self.plan.manifest.tensor(index)
         return self._cast[index].value(spec.numel * ITEMSIZE[self.plan.slot(index).dtype])
 
     def nonfinite(self, indexes: Sequence[int]) -> list[int]:
         """Those of `indexes` of which a value would not be finite in the slot's dtype."""
-        return [index for index in indexes if index in self._nonfinite]
+        return [index for index in indexes if self._nonfinite[index]] if self._nonfinite.any() else []
 
     def _look_at_cast(
         self, index: int, offset: int, data: torch.Tensor, dtype: torch.dtype, wanted: bool
@@ -115,7 +114,7 @@ class Look:
         """Cast a chunk in small pieces; returns whether a value is not finite then (if `wanted`)."""
         if not wanted and index not in self._cast:
             return False
-        source = self.plan.manifest.tensors[index].dtype
+        source = self.plan.manifest.tensor(index).dtype
         first, nonfinite = offset // ITEMSIZE[source], False
         for start, piece in cast_pieces(as_dtype(data, TORCH_DTYPES[source]), dtype):
             nonfinite = nonfinite or (wanted and has_nonfinite(piece))

@@ -35,7 +35,7 @@ class Manifests:
         """Keep a manifest for later updates, which may name it by its digest."""
         with self._lock:
             if digest not in self._known:
-                self._known[digest] = manifest.with_checksums([None] * len(manifest.tensors))
+                self._known[digest] = Manifest.of(manifest.columns)
             self._known.move_to_end(digest)
             while len(self._known) > MAX_MANIFESTS:
                 self._known.popitem(last=False)
@@ -77,10 +77,10 @@ class Manifests:
                 )
         if manifest is None or not request.checksums:
             return manifest
-        if len(request.checksums) != len(manifest.tensors):
+        if len(request.checksums) != len(manifest):
             raise UpdateRefused(
                 Reason.INVALID_UPDATE,
-                f"{len(request.checksums)} checksums came for a manifest of {len(manifest.tensors)} tensors",
+                f"{len(request.checksums)} checksums came for a manifest of {len(manifest)} tensors",
             )
         return manifest.with_checksums(request.checksums)
 
@@ -93,14 +93,14 @@ def digest_of(manifest: Manifest, request: BeginUpdate) -> str:
 
 def check_files(manifest: Manifest, found: Manifest, directory: str) -> None:
     """Refuse files that changed since the update began. `found` may lack checksums that the sender gave."""
-    if len(manifest.tensors) != len(found.tensors):
+    if manifest == found:
+        return
+    if len(manifest) != len(found):
         raise UpdateRefused(
             Reason.MANIFEST_MISMATCH,
-            f"{directory} has {len(found.tensors)} tensors, the update began with {len(manifest.tensors)}",
+            f"{directory} has {len(found)} tensors, the update began with {len(manifest)}",
         )
     for agreed, tensor in zip(manifest.tensors, found.tensors, strict=True):
-        if agreed is tensor:
-            continue
         same = (agreed.name, agreed.dtype, agreed.shape) == (tensor.name, tensor.dtype, tensor.shape)
         if not same or (tensor.checksum is not None and tensor.checksum != agreed.checksum):
             raise UpdateRefused(

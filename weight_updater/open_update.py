@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import ne
 from typing import Protocol
 
 import torch
@@ -131,24 +132,24 @@ def check_received(update: OpenUpdate, source: Arrived | None = None) -> None:
         UpdateRefused: INCOMPLETE, CHECKSUM_MISMATCH, MANIFEST_MISMATCH, NONFINITE.
     """
     sink, plan = source or update.sink, update.plan
-    tensors = plan.manifest.tensors
+    tensor = plan.manifest.tensor
     incomplete = sink.incomplete()
     if incomplete:
         index, arrived = incomplete[0]
         raise UpdateRefused(
             Reason.INCOMPLETE,
             f"{len(incomplete)} of {len(plan.needed)} tensors have not arrived whole; the first is "
-            f"{tensors[index].name} with {arrived} of {tensors[index].nbytes} bytes",
+            f"{tensor(index).name} with {arrived} of {tensor(index).nbytes} bytes",
         )
     if not update.request.skip_checksums:
         _check_checksums(update, sink)
     for twin, writer in plan.twins.items():
-        same = tensors[twin].dtype == tensors[writer].dtype
+        same = tensor(twin).dtype == tensor(writer).dtype
         read = sink.received_checksum if same else sink.slot_checksum
         if read(twin) != read(writer):
             raise UpdateRefused(
                 Reason.MANIFEST_MISMATCH,
-                conflict(tensors[twin], tensors[writer], read(twin), read(writer)),
+                conflict(tensor(twin), tensor(writer), read(twin), read(writer)),
             )
     if not update.request.allow_nonfinite:
         bad = sink.nonfinite(plan.applied)
@@ -156,18 +157,21 @@ def check_received(update: OpenUpdate, source: Arrived | None = None) -> None:
             more = f" (and {len(bad) - 1} more tensors)" if len(bad) > 1 else ""
             raise UpdateRefused(
                 Reason.NONFINITE,
-                f"{tensors[bad[0]].name} has NaN or infinite values in {plan.slot(bad[0]).dtype}, the "
+                f"{tensor(bad[0]).name} has NaN or infinite values in {plan.slot(bad[0]).dtype}, the "
                 f"model's dtype{more}; fix the trainer, or say allow_nonfinite=true",
             )
 
 
 def _check_checksums(update: OpenUpdate, sink: Arrived) -> None:
-    tensors, needed = update.plan.manifest.tensors, update.plan.needed
+    manifest, needed = update.plan.manifest, update.plan.needed
     received = sink.received_checksums(needed)
+    promised = [manifest.checksums[index] for index in needed]
+    if received == promised:
+        return
     wrong = [
-        (tensors[index], value)
+        (manifest.tensor(index), value)
         for index, value in zip(needed, received, strict=True)
-        if tensors[index].checksum is not None and tensors[index].checksum != value
+        if manifest.checksums[index] is not None and manifest.checksums[index] != value
     ]
     if wrong:
         spec, value = wrong[0]
@@ -188,7 +192,7 @@ def expect(update: OpenUpdate, target: WeightTarget, live: Mapping[str, int]) ->
     sink, plan = update.sink, update.plan
     if not update.request.skip_checksums:
         update.expected = dict(zip(plan.written, sink.slot_checksums(plan.applied), strict=True))
-        update.num_changed = sum(live.get(name) != value for name, value in update.expected.items())
+        update.num_changed = sum(map(ne, map(live.get, update.expected), update.expected.values()))
         return
     update.num_changed = len(plan.applied)
     if target.device.type == "cpu" and not update.writes_live:

@@ -11,11 +11,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from copy import copy
 
-from weight_updater.arena import WeightTarget
-from weight_updater.checksum import is_small
+import numpy as np
+import torch
+
+from weight_updater.arena import TORCH_DTYPES, WeightTarget
+from weight_updater.checksum import mixed_lengths
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.names import clean_name, is_adapter_name
 from weight_updater.requests import ITEMSIZE, Manifest, Placement, TensorSpec
+from weight_updater.small import SmallTensors
 
 NAMES_SHOWN = 10
 """How many offenders a refusal lists by name."""
@@ -41,8 +45,12 @@ class Plan:
         written: names of the slots that are written, one for each of `applied`, aliases resolved.
         casts: indexes of the tensors that arrive in another dtype than their slots'.
         sizes: bytes of each tensor as it arrives; total_bytes: their sum.
-        packed_offsets, packed_bytes: of the tensors packed in the manifest's order, 256-byte aligned.
-        small: per tensor, whether it is written as it comes and worth hashing together with others.
+        mixed_lengths: [tensors] uint64, what makes checksums out of totals; see `checksum.mixed_lengths`.
+        packed_offsets, packed_bytes: of the tensors packed in the manifest's order, 256-byte aligned;
+            packed_end: the end of the last tensor, without what aligns a next one.
+        small: of the tensors that are written as they come, those worth hashing together.
+        size_of, slot_offset_of: [tensors] bytes of each, and the place of its slot (0 if it is skipped).
+        by_name: the positions in `applied` and `written`, in the order of the names in `written`.
     """
 
     def __init__(
@@ -64,13 +72,20 @@ class Plan:
         self.applied = [i for i in self.needed if i not in twins]
         places = [self.slot(i) for i in self.applied]
         self.written = [place.alias_of or place.name for place in places]
-        self.sizes = [tensor.nbytes for tensor in manifest.tensors]
+        self.sizes = manifest.columns.sizes
         self.total_bytes = sum(self.sizes)
+        self.mixed_lengths = mixed_lengths(self.sizes)
         self.packed_offsets, self.packed_bytes = manifest.packed_offsets()
+        self.packed_end = self.packed_offsets[-1] + self.sizes[-1]
         self.casts = {i for i in self.needed if not self.same_dtype(i)}
-        self.small = [False] * len(slots)
+        dtypes: list[torch.dtype | None] = [None] * len(slots)
         for i in self.applied:
-            self.small[i] = is_small(self.sizes[i]) and i not in self.casts
+            if i not in self.casts:
+                dtypes[i] = TORCH_DTYPES[self.slot(i).dtype]
+        self.small = SmallTensors(self.sizes, dtypes)
+        self.size_of = np.array(self.sizes, dtype=np.int64)
+        self.slot_offset_of = np.array([slot.offset if slot else 0 for slot in slots], dtype=np.int64)
+        self.by_name = sorted(range(len(self.written)), key=self.written.__getitem__)
 
     def with_checksums_of(self, manifest: Manifest) -> Plan:
         """The plan of a manifest that differs in its checksums only."""
@@ -86,7 +101,7 @@ class Plan:
 
     def same_dtype(self, index: int) -> bool:
         """True if the tensor's bytes are the slot's bytes: no cast."""
-        return self.slot(index).dtype == self.manifest.tensors[index].dtype
+        return self.slot(index).dtype == self.manifest.columns.dtypes[index]
 
 
 def slot_nbytes(place: Placement) -> int:
@@ -116,11 +131,12 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def _check_checksums(manifest: Manifest) -> None:
-    for tensor in manifest.tensors:
-        if tensor.checksum is not None and not 0 <= tensor.checksum < 1 << 64:
-            raise UpdateRefused(
-                Reason.INVALID_UPDATE, f"the checksum of {tensor.name} is not a 64-bit number"
-            )
+    given = [value for value in manifest.checksums if value is not None]
+    if not given or (min(given) >= 0 and max(given) < 1 << 64):
+        return
+    for name, value in zip(manifest.columns.names, manifest.checksums, strict=True):
+        if value is not None and not 0 <= value < 1 << 64:
+            raise UpdateRefused(Reason.INVALID_UPDATE, f"the checksum of {name} is not a 64-bit number")
 
 
 class Planner:
@@ -138,7 +154,7 @@ class Planner:
             plan = plan_update(self._target, manifest, partial=partial, merged=merged)
         else:
             _check_checksums(manifest)
-            _check_twins(known.twins, manifest.tensors)
+            _check_twins(known.twins, manifest)
             plan = known.with_checksums_of(manifest)
         self._known[key] = plan
         self._known.move_to_end(key)
@@ -185,7 +201,7 @@ def plan_update(target: WeightTarget, manifest: Manifest, *, partial: bool, merg
         )
     _check_shapes(manifest.tensors, slots)
     twins = _find_twins(target, slots)
-    _check_twins(twins, manifest.tensors)
+    _check_twins(twins, manifest)
     written = {arena.canonical(place.name) for place in slots if place is not None}
     missing = [name for name in own_names if name not in written]
     if missing and not partial:
@@ -256,10 +272,10 @@ def _find_twins(target: WeightTarget, slots: Sequence[Placement | None]) -> dict
     }
 
 
-def _check_twins(twins: dict[int, int], tensors: Sequence[TensorSpec]) -> None:
+def _check_twins(twins: dict[int, int], manifest: Manifest) -> None:
     """Refuse tied names whose checksums say that they bring different values."""
     for twin, writer in twins.items():
-        a, b = tensors[twin], tensors[writer]
+        a, b = manifest.tensor(twin), manifest.tensor(writer)
         if a.dtype == b.dtype and None not in (a.checksum, b.checksum) and a.checksum != b.checksum:
             raise UpdateRefused(Reason.MANIFEST_MISMATCH, conflict(a, b, a.checksum or 0, b.checksum or 0))
 

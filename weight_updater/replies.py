@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from weight_updater.checksum import fold_by_name
+from weight_updater.checksum import fold
 from weight_updater.commit import Done
 from weight_updater.open_update import OpenUpdate
 from weight_updater.requests import Path, StageSeconds, UpdateReply, UpdateState
@@ -14,6 +12,7 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
     """An update that has not committed."""
     sink, plan = update.sink, update.plan
     waiting = {index for index, _ in sink.incomplete()}
+    num_waiting = len(waiting.intersection(plan.applied)) if waiting else 0
     hashed = not update.request.skip_checksums and not waiting
     return UpdateReply(
         update_id=update.update_id,
@@ -23,7 +22,7 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
         commit_sequence=commit_sequence,
         path=update.path,
         staging=update.staging,
-        num_tensors=sum(index not in waiting for index in plan.applied),
+        num_tensors=len(plan.applied) - num_waiting,
         num_bytes=sink.received_bytes,
         num_changed=update.num_changed,
         unmatched=plan.unmatched,
@@ -43,11 +42,11 @@ def committed(
     version: int,
     previous_version: int,
     commit_sequence: int,
-    live: Mapping[str, int],
+    live: int,
 ) -> UpdateReply:
     """An update that has committed. seconds.pause is the commit's own time; the engine knows more.
 
-    live: slot -> checksum of every slot; empty if it is not known.
+    live: one checksum over all slots; 0 if it is not known.
     """
     sink, plan = update.sink, update.plan
     hashed = not update.request.skip_checksums
@@ -67,7 +66,7 @@ def committed(
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s + done.seconds),
         verified=_checksums_came(update),
         received_checksum=_received(update) if hashed else 0,
-        live_checksum=fold_by_name(live) if hashed and live else 0,
+        live_checksum=live if hashed else 0,
         graphs_kept=done.graphs_kept,
         graphs_recaptured=done.graphs_recaptured,
         graphs_reason=done.graphs_reason,
@@ -103,8 +102,8 @@ def _received(update: OpenUpdate) -> int:
     """One checksum over what arrived, by the names of the slots that it was written to (a tied name counts
     as its target's, once): of a full update without casts, the same as that of all that is live.
     """
-    sink, plan = update.sink, update.plan
-    return fold_by_name(dict(zip(plan.written, sink.received_checksums(plan.applied), strict=True)))
+    values = update.sink.received_checksums(update.plan.applied)
+    return fold([values[at] for at in update.plan.by_name])
 
 
 def _seconds(done: Done, transfer_s: float, verify_s: float) -> StageSeconds:
@@ -123,9 +122,9 @@ def _gb_per_s(nbytes: int, seconds: float) -> float:
 
 
 def _checksums_came(update: OpenUpdate) -> bool:
-    tensors = update.plan.manifest.tensors
-    return not update.request.skip_checksums and all(
-        tensors[index].checksum is not None for index in update.plan.needed
+    checksums = update.plan.manifest.checksums
+    return not update.request.skip_checksums and (
+        None not in checksums or all([checksums[index] is not None for index in update.plan.needed])
     )
 
 

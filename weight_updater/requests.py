@@ -7,24 +7,17 @@ engine's loop hands them to `WeightUpdater`.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-ALIGNMENT = 256
-"""Bytes; every tensor in a bucket, a segment or an arena starts at a multiple of this."""
-
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element of the dtypes that an update may bring."""
+from weight_updater.manifest import ALIGNMENT as ALIGNMENT
+from weight_updater.manifest import ITEMSIZE as ITEMSIZE
+from weight_updater.manifest import Manifest as Manifest
+from weight_updater.manifest import TensorSpec as TensorSpec
+from weight_updater.manifest import align as align
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 """Size of a bucket on the distributed path when the sender names none."""
-
-
-def align(nbytes: int) -> int:
-    """Round up to a multiple of `ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Path(StrEnum):
@@ -71,66 +64,6 @@ class UpdateState(StrEnum):
     PREPARED = "prepared"
     COMMITTED = "committed"
     ROLLED_BACK = "rolled_back"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor that an update brings.
-
-    name: Hugging Face name. dtype: key of `ITEMSIZE`. shape: of the whole tensor.
-    checksum: of the bytes that will arrive (see checksum.py), or None if none came with them.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    checksum: int | None = None
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * ITEMSIZE[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The tensors of an update in the order of the wire."""
-
-    tensors: tuple[TensorSpec, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def packed_offsets(self) -> tuple[list[int], int]:
-        """Offsets in bytes of all tensors packed in order, 256-byte aligned, and the total size."""
-        offsets, end = [], 0
-        for tensor in self.tensors:
-            offsets.append(end)
-            end += align(tensor.nbytes)
-        return offsets, end
-
-    def with_checksums(self, checksums: Sequence[int | None]) -> Manifest:
-        """The same tensors with other checksums, one for each."""
-        return Manifest(
-            tuple(
-                [
-                    TensorSpec(tensor.name, tensor.dtype, tensor.shape, checksum)
-                    for tensor, checksum in zip(self.tensors, checksums, strict=True)
-                ]
-            )
-        )
-
-    def digest(self) -> str:
-        """A name for this manifest: 32 hex digits over names, dtypes and shapes; not over checksums."""
-        hasher = hashlib.blake2b(digest_size=16)
-        for tensor in self.tensors:
-            # repr: no name can look like the end of its entry and the start of another
-            hasher.update(f"{tensor.name!r} {tensor.dtype!r} {tensor.shape}\n".encode())
-        return hasher.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

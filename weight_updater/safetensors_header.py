@@ -7,20 +7,26 @@ the rest  the tensors' bytes, back to back, without holes, to the end of the fil
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import stat
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.requests import ITEMSIZE, TensorSpec
+from weight_updater.manifest import ITEMSIZE, Columns, Manifest
 
 CHECKSUMS_KEY = "rollsync.checksums"
-"""Key of the file's metadata under which our writer keeps {tensor name: 16 hex digits} as JSON."""
+"""Key of the file's metadata under which our writer keeps the tensors' checksums: 16 hexadecimal digits each,
+in the order of their bytes. (Files of an earlier writer have them as JSON by name.)
+"""
+
+CHECKSUMS_START = f'{{"__metadata__":{{"format":"pt","{CHECKSUMS_KEY}":"'.encode()
+"""How a header of our writer with checksums begins: behind them it says the same in every step."""
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library; a longer header is garbage."""
@@ -47,12 +53,15 @@ class FileIdentity:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a file. file: real path. offset: of its first byte in the file."""
+class StoredFile:
+    """The tensors of a file in the order of their bytes.
 
-    spec: TensorSpec
+    offsets: of each tensor's first byte in the file. file: real path.
+    """
+
+    manifest: Manifest
+    offsets: list[int]
     file: str
-    offset: int
 
 
 def open_regular(path: str, shown: str) -> tuple[int, FileIdentity]:
@@ -79,31 +88,68 @@ def open_regular(path: str, shown: str) -> tuple[int, FileIdentity]:
 
 
 class Headers:
-    """The headers of the checkpoint that was read last. An update reads its files' headers three times; they
-    are parsed again only if their bytes are others. Threads that read at once only forget more.
+    """The headers of the checkpoint that was read last. An update reads its files' headers three times, and
+    in the next step they differ in their checksums only; what is the same is not parsed again. Threads that
+    read at once only forget more.
     """
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, int, bytes], list[StoredTensor]] = {}
-        self._known: dict[tuple[str, int, bytes], list[StoredTensor]] = {}
+        self._last: dict[str, _Known] = {}
+        self._known: dict[str, _Known] = {}
+        self._joined: tuple[tuple[Columns, ...], Columns] | None = None
 
     def start(self) -> None:
         """A checkpoint is about to be read; what is not read this time is forgotten the next."""
         self._known, self._last = self._last, {}
 
-    def read(self, fd: int, size: int, path: str) -> list[StoredTensor]:
-        """The tensors of an open file of `size` bytes, in the order of their bytes; not to be changed.
+    def read(self, fd: int, size: int, path: str) -> StoredFile:
+        """The tensors of an open file of `size` bytes.
 
         Raises:
             UpdateRefused: FILE_CORRUPT, or INVALID_UPDATE for a dtype that no update may bring.
         """
         raw = _header_bytes(fd, size, path)
-        key = (path, size, hashlib.blake2b(raw, digest_size=32).digest())
-        tensors = self._known.get(key)
-        if tensors is None:
-            tensors = _parse(raw, size, path)
-        self._last[key] = tensors
-        return tensors
+        digits, rest = _split(raw)
+        known = self._known.get(path)
+        if known is None or (known.size, known.rest) != (size, rest):
+            known = _Known(size, rest, digits, _parse(raw, size, path))
+        elif known.digits != digits:
+            columns, offsets = known.stored.manifest.columns, known.stored.offsets
+            manifest = Manifest.of(columns, _numbers(digits, len(offsets), path))
+            known = _Known(size, rest, digits, StoredFile(manifest, offsets, path))
+        self._last[path] = known
+        return known.stored
+
+    def joined(self, files: Sequence[StoredFile]) -> Manifest:
+        """One manifest of several files' tensors."""
+        parts = tuple([stored.manifest.columns for stored in files])
+        if len(parts) == 1:
+            return files[0].manifest
+        if self._joined is None or self._joined[0] != parts:
+            names, dtypes, shapes = (
+                [one for part in parts for one in getattr(part, field)]
+                for field in ("names", "dtypes", "shapes")
+            )
+            self._joined = parts, Columns(names, dtypes, shapes)
+        checksums = [value for stored in files for value in stored.manifest.checksums]
+        return Manifest.of(self._joined[1], checksums)
+
+
+class _Known(NamedTuple):
+    """A header that was parsed. size: of its file. digits: its checksums. rest: all else of its bytes."""
+
+    size: int
+    rest: bytes
+    digits: bytes
+    stored: StoredFile
+
+
+def _split(raw: bytes) -> tuple[bytes, bytes]:
+    """(checksums, all else) of a header by our writer; of others (nothing, all)."""
+    if not raw.startswith(CHECKSUMS_START):
+        return b"", raw
+    end = raw.find(b'"', len(CHECKSUMS_START))
+    return raw[len(CHECKSUMS_START) : end], raw[end:]
 
 
 def _header_bytes(fd: int, size: int, path: str) -> bytes:
@@ -122,25 +168,26 @@ def _header_bytes(fd: int, size: int, path: str) -> bytes:
     return raw
 
 
-def _parse(raw: bytes, size: int, path: str) -> list[StoredTensor]:
+def _parse(raw: bytes, size: int, path: str) -> StoredFile:
     header = parse_json(raw, path)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise corrupt(path, "__metadata__ is not a map of strings")
-    checksums = _checksums(metadata, path)
-    data_start = 8 + len(raw)
-    tensors = [_entry(name, entry, checksums.get(name), path) for name, entry in header.items()]
+    tensors = [_entry(name, entry, path) for name, entry in header.items()]
     tensors.sort(key=itemgetter(0, 1))
     expected = 0
-    for begin, end, spec in tensors:
+    for begin, end, name, _, _ in tensors:
         if begin != expected:
-            raise corrupt(path, f"invalid offset: {spec.name} starts at byte {begin}, not at {expected}")
+            raise corrupt(path, f"invalid offset: {name} starts at byte {begin}, not at {expected}")
         expected = end
+    data_start = 8 + len(raw)
     if data_start + expected != size:
         raise corrupt(
             path, f"incomplete metadata: it describes {data_start + expected} bytes, the file has {size}"
         )
-    return [StoredTensor(spec, path, data_start + begin) for begin, _, spec in tensors]
+    columns = Columns([t[2] for t in tensors], [t[3] for t in tensors], [t[4] for t in tensors])
+    checksums = _checksums(metadata.get(CHECKSUMS_KEY), columns.names, path)
+    return StoredFile(Manifest.of(columns, checksums), [data_start + t[0] for t in tensors], path)
 
 
 def corrupt(path: str, what: str) -> UpdateRefused:
@@ -166,20 +213,36 @@ def parse_json(raw: bytes, path: str) -> dict[str, Any]:
     return value
 
 
-def _checksums(metadata: dict[str, str], path: str) -> dict[str, int]:
-    text = metadata.get(CHECKSUMS_KEY)
+def _checksums(text: str | None, names: Sequence[str], path: str) -> Sequence[int | None]:
+    """Per tensor its checksum; nothing if the file has none."""
     if text is None:
-        return {}
+        return ()
+    if not text.startswith("{"):
+        return _numbers(text.encode(), len(names), path)
     try:
-        return {
+        by_name = {
             name: int(digits, 16) & (1 << 64) - 1 for name, digits in parse_json(text.encode(), path).items()
         }
     except (TypeError, ValueError) as error:
         raise corrupt(path, f"{CHECKSUMS_KEY} is not a map of hexadecimal numbers") from error
+    return [by_name.get(name) for name in names]
 
 
-def _entry(name: str, entry: Any, checksum: int | None, path: str) -> tuple[int, int, TensorSpec]:
-    """(begin, end, spec) of one entry, checked by itself."""
+def _numbers(digits: bytes, count: int, path: str) -> list[int]:
+    """`count` numbers of 16 hexadecimal digits each."""
+    try:
+        words = bytes.fromhex(digits.decode())
+    except ValueError as error:
+        raise corrupt(path, f"{CHECKSUMS_KEY} is not hexadecimal: {error}") from error
+    if not len(digits) == 2 * len(words) == 16 * count:  # white space between digits counts for nothing
+        raise corrupt(
+            path, f"{CHECKSUMS_KEY} has {len(digits)} digits for {count} tensors, which are 16 each"
+        )
+    return list(struct.unpack(f">{count}Q", words))
+
+
+def _entry(name: str, entry: Any, path: str) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """(begin, end, name, dtype, shape) of one entry, checked by itself."""
     if not isinstance(entry, dict) or not entry.keys() >= _ENTRY_KEYS:
         raise corrupt(path, f"{name} lacks dtype, shape or data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -197,7 +260,7 @@ def _entry(name: str, entry: Any, checksum: int | None, path: str) -> tuple[int,
             path,
             f"invalid shape: {name} is {code} {shape}, but has {end - begin} bytes",
         )
-    return begin, end, TensorSpec(name, dtype, tuple(shape), checksum)
+    return begin, end, name, dtype, tuple(shape)
 
 
 def _are_sizes(value: Any) -> bool:

@@ -15,8 +15,9 @@ import json
 import os
 import re
 import secrets
+import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,11 +26,11 @@ from weight_updater.checksum import checksums as tensor_checksums
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import Manifest, TensorSpec
 from weight_updater.safetensors_header import (
-    CHECKSUMS_KEY,
+    CHECKSUMS_START,
     DTYPE_CODES,
     FileIdentity,
     Headers,
-    StoredTensor,
+    StoredFile,
     corrupt,
     open_regular,
     parse_json,
@@ -49,17 +50,15 @@ _OWN_SHARD = re.compile(r"model-\d{5}-of-\d{5}-[0-9a-f]{16}\.safetensors\Z")
 class Checkpoint:
     """An open checkpoint whose headers were checked. Close it, or use `with`.
 
-    tensors: by file, then by place in the file. files: real path -> open descriptor.
+    manifest: of all tensors, by file, then by place in the file. stored: the same by file.
+    files: real path -> open descriptor.
     """
 
     directory: str
-    tensors: tuple[StoredTensor, ...]
+    manifest: Manifest
+    stored: tuple[StoredFile, ...]
     files: dict[str, int]
     identities: dict[str, FileIdentity]
-
-    @property
-    def manifest(self) -> Manifest:
-        return Manifest(tuple(tensor.spec for tensor in self.tensors))
 
     def check_unchanged(self) -> None:
         """Refuse (FILE_CORRUPT) if a file was written to, replaced or removed since it was opened."""
@@ -92,7 +91,11 @@ def read_headers(directory: str, roots: Sequence[str] = ()) -> list[tuple[Tensor
     Args and errors as for `open_checkpoint`.
     """
     with open_checkpoint(directory, roots) as checkpoint:
-        return [(stored.spec, stored.file, stored.offset) for stored in checkpoint.tensors]
+        return [
+            (spec, stored.file, offset)
+            for stored in checkpoint.stored
+            for spec, offset in zip(stored.manifest.tensors, stored.offsets, strict=True)
+        ]
 
 
 def open_checkpoint(directory: str, roots: Sequence[str] = (), headers: Headers | None = None) -> Checkpoint:
@@ -110,7 +113,7 @@ def open_checkpoint(directory: str, roots: Sequence[str] = (), headers: Headers 
         raise UpdateRefused(Reason.FILE_NOT_FOUND, f"{directory!r} is not a directory on the engine's host")
     base = os.path.realpath(directory)
     allowed = [base, *(os.path.realpath(root) for root in roots)]
-    checkpoint = Checkpoint(base, (), {}, {})
+    checkpoint = Checkpoint(base, Manifest(()), (), {}, {})
     headers = headers or Headers()
     headers.start()
     try:
@@ -124,8 +127,8 @@ def open_checkpoint(directory: str, roots: Sequence[str] = (), headers: Headers 
 
 def _open_single(checkpoint: Checkpoint, allowed: Sequence[str], headers: Headers) -> Checkpoint:
     path = _confined(checkpoint.directory, SINGLE, allowed)
-    tensors = _read_file(checkpoint, path, headers)
-    return Checkpoint(checkpoint.directory, tuple(tensors), checkpoint.files, checkpoint.identities)
+    stored = _read_file(checkpoint, path, headers)
+    return replace(checkpoint, manifest=stored.manifest, stored=(stored,))
 
 
 def _open_sharded(checkpoint: Checkpoint, allowed: Sequence[str], headers: Headers) -> Checkpoint:
@@ -134,23 +137,24 @@ def _open_sharded(checkpoint: Checkpoint, allowed: Sequence[str], headers: Heade
     weight_map = _read_index(checkpoint, index_path)
     # All names are checked before the first is opened.
     paths = {file: _confined(base, file, allowed) for file in sorted(set(weight_map.values()))}
-    tensors: list[StoredTensor] = []
+    stored: list[StoredFile] = []
     for file, path in paths.items():
         found = _read_file(checkpoint, path, headers)
-        for tensor in found:
-            if weight_map.get(tensor.spec.name) != file:
-                raise corrupt(path, f"it holds {tensor.spec.name}, which {INDEX} does not place there")
-        tensors += found
-    missing = weight_map.keys() - {tensor.spec.name for tensor in tensors}
+        for name in found.manifest.columns.names:
+            if weight_map.get(name) != file:
+                raise corrupt(path, f"it holds {name}, which {INDEX} does not place there")
+        stored.append(found)
+    manifest = headers.joined(stored)
+    missing = weight_map.keys() - set(manifest.columns.names)
     if missing:
         name = min(missing)
         raise corrupt(paths[weight_map[name]], f"it lacks {name}, which {INDEX} places there")
-    opened = Checkpoint(base, tuple(tensors), checkpoint.files, checkpoint.identities)
+    opened = replace(checkpoint, manifest=manifest, stored=tuple(stored))
     opened.check_unchanged()  # so that all these files were there at one moment
     return opened
 
 
-def _read_file(checkpoint: Checkpoint, path: str, headers: Headers) -> list[StoredTensor]:
+def _read_file(checkpoint: Checkpoint, path: str, headers: Headers) -> StoredFile:
     fd, identity = open_regular(path, path)
     checkpoint.files[path] = fd
     checkpoint.identities[path] = identity
@@ -269,12 +273,11 @@ def _header(shard: list[tuple[str, torch.Tensor]], checksums: bool) -> bytes:
     """The JSON of a file's header, filled up with spaces. Text from the start: a tree of many small objects
     would be looked through by the garbage collector while it grows.
     """
-    metadata = {"format": "pt"}
+    entries = ['"__metadata__":{"format":"pt"}']
     if checksums:
         values = tensor_checksums([tensor for _, tensor in shard])
-        found = {name: f"{value:016x}" for (name, _), value in zip(shard, values, strict=True)}
-        metadata[CHECKSUMS_KEY] = json.dumps(found, separators=(",", ":"))
-    entries = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
+        digits = struct.pack(f">{len(values)}Q", *values).hex()
+        entries = [f'{CHECKSUMS_START.decode()[1:]}{digits}"}}']
     end = 0
     for name, tensor in shard:
         start, end = end, end + tensor.nbytes

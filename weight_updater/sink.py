@@ -13,17 +13,19 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from weight_updater.arena import TORCH_DTYPES, Arena
-from weight_updater.arrival import Arrival, bad_chunk, check_chunk, overlap_text
+from weight_updater.arrival import Arrivals, bad_chunk, check_chunk, overlap_text
 from weight_updater.cast import as_dtype, cast_into, cast_pieces
 from weight_updater.checksum import Scan, checksum, finish, has_nonfinite, scan
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.look import Look
 from weight_updater.plan import Plan
 from weight_updater.requests import ITEMSIZE
-from weight_updater.slot_scan import cast_checksum, scan_small
+from weight_updater.slot_scan import cast_checksum
+from weight_updater.small import Flags, Indexes
 
 if TYPE_CHECKING:
     from weight_updater.lent_tensors import LentTensors
@@ -59,15 +61,16 @@ class Sink:
         self.promised: set[int] = set()  # of these, those that the trainer has hashed and nobody else yet
         self.extra_bytes = 0
         self._arena = arena
-        self._hashing = hashing
+        self.hashes = hashing
         self.finds_nonfinite = find_nonfinite
-        self._arrivals = [Arrival() for _ in plan.slots]
-        on_cpu = destination is None or destination.device.type == "cpu"
-        self._small = plan.small if on_cpu else [False] * len(plan.small)
+        self._arrivals = Arrivals(plan.size_of)
+        self._totals = np.zeros(len(plan.slots), dtype=np.uint64)  # sums of mixed words
+        self._nonfinite = np.zeros(len(plan.slots), dtype=np.bool_)
+        self._on_cpu = destination is None or destination.device.type == "cpu"
         # Small whole tensors are scanned together, when somebody asks: one by one they would cost more than
-        # their bytes. Of those that are borrowed: (trainer's memory, tensors, their places in it).
+        # their bytes. Of those that came together: (memory, tensors, their places in it).
         self._unscanned: set[int] = set()
-        self._unscanned_borrowed: list[tuple[torch.Tensor, list[int], list[int]]] = []
+        self._unscanned_together: list[tuple[torch.Tensor, Indexes, Indexes]] = []
         self._scanning = threading.Lock()
         self._twin_scratch: dict[int, torch.Tensor] = {}
         self._changed = threading.Condition()
@@ -85,7 +88,7 @@ class Sink:
         Raises:
             UpdateRefused: BAD_CHUNK; or whatever ended the update in the meantime.
         """
-        arrival = self._begin_write(tensor_index, byte_offset, data)
+        self._begin_write(tensor_index, byte_offset, data)
         total, nonfinite = 0, False
         try:
             if self.plan.slots[tensor_index] is not None:
@@ -93,8 +96,8 @@ class Sink:
                 total, nonfinite = store(tensor_index, byte_offset, data)
         finally:
             with self._changed:
-                arrival.total = (arrival.total + total) & _MASK
-                arrival.nonfinite = arrival.nonfinite or nonfinite
+                self._totals[tensor_index] = (int(self._totals[tensor_index]) + total) & _MASK
+                self._nonfinite[tensor_index] |= nonfinite
                 self._num_writing -= 1
                 self._changed.notify_all()
 
@@ -104,16 +107,12 @@ class Sink:
         The same as a `write` for each, at the cost of their bytes where they are many and small.
         """
         sizes = self.plan.sizes
-        small: list[int] = []
-        places: list[int] = []
-        for index, position in zip(indexes, positions, strict=True):
-            if self._small[index]:
-                small.append(index)
-                places.append(position)
-            else:
-                self.write(index, 0, data[position : position + sizes[index]])
-        if small:
-            self._write_small(small, places, data)
+        tensors, places = np.asarray(indexes, dtype=np.int64), np.asarray(positions, dtype=np.int64)
+        small = self._small(tensors)
+        for index, position in zip(tensors[~small].tolist(), places[~small].tolist(), strict=True):
+            self.write(index, 0, data[position : position + sizes[index]])
+        if small.any():
+            self._write_small(tensors[small], places[small], data)
 
     def write_packed(self, position: int, data: torch.Tensor) -> None:
         """Take bytes [position, position + len(data)) of all tensors packed in the manifest's order, each at
@@ -150,7 +149,7 @@ class Sink:
         Raises what `write` does; then none is accounted for.
         """
         for index, data in lent:
-            spec, nbytes, end = self.plan.manifest.tensors[index], self.plan.sizes[index], data.numel()
+            spec, nbytes, end = self.plan.manifest.tensor(index), self.plan.sizes[index], data.numel()
             if end != nbytes:
                 raise bad_chunk(spec, 0, end, f"is not the whole tensor of {nbytes} bytes")
         with self._changed:
@@ -161,14 +160,13 @@ class Sink:
         """The tensors of a `claim_whole` are in place. found: what a scan saw in them; none without one."""
         with self._changed:
             for index, scanned in zip(indexes, found, strict=False):
-                arrival = self._arrivals[index]
-                arrival.total, arrival.nonfinite = scanned.total, scanned.nonfinite
+                self._totals[index], self._nonfinite[index] = scanned.total, scanned.nonfinite
             self._num_writing -= len(indexes)
             self._changed.notify_all()
 
     def is_hashed(self, index: int) -> bool:
         """Whether the checksum of what arrives of a tensor will be asked for."""
-        return self._hashing or index in self.plan.twins or index in self.plan.twins.values()
+        return self.hashes or index in self.plan.twins or index in self.plan.twins.values()
 
     def flush(self) -> None:
         """Until all that was written lies in its place, and what it came from may change."""
@@ -181,7 +179,7 @@ class Sink:
     def trust(self, look: Look) -> None:
         """All tensors were looked at: what was found holds, and nothing is read again as it is written."""
         self._looked = look
-        self._hashing = self.finds_nonfinite = False
+        self.hashes = self.finds_nonfinite = False
 
     def end(self, error: UpdateError) -> None:
         """Let no further byte in: later writes raise `error`. Returns when running writes have finished,
@@ -193,12 +191,10 @@ class Sink:
 
     def incomplete(self) -> list[tuple[int, int]]:
         """(tensor, bytes that arrived) of every tensor that must arrive and has not, whole."""
-        found = []
-        for index in self.plan.needed:
-            nbytes, spans = self.plan.sizes[index], self._arrivals[index].spans
-            if spans != [(0, nbytes)] and nbytes:
-                found.append((index, sum(end - start for start, end in spans)))
-        return found
+        return [
+            (index, sum(end - start for start, end in self._arrivals.spans(index)))
+            for index in self._arrivals.missing(self.plan.needed)
+        ]
 
     def received_checksum(self, index: int) -> int:
         """The checksum of what arrived of a whole tensor; needs `hashing`, or a twin or its writer."""
@@ -209,15 +205,16 @@ class Sink:
         if self._looked is not None:
             return self._looked.received_checksums(indexes)
         self._scan_small()
-        arrivals, sizes = self._arrivals, self.plan.sizes
-        return [finish(arrivals[index].total, sizes[index]) for index in indexes]
+        at = np.asarray(indexes, dtype=np.int64)
+        values: list[int] = (self._totals[at] + self.plan.mixed_lengths[at]).tolist()
+        return values
 
     def nonfinite(self, indexes: Sequence[int]) -> list[int]:
         """Those of `indexes` of which a value was not finite in the slot's dtype."""
         if self._looked is not None:
             return self._looked.nonfinite(indexes)
         self._scan_small()
-        return [index for index in indexes if self._arrivals[index].nonfinite]
+        return [index for index in indexes if self._nonfinite[index]] if self._nonfinite.any() else []
 
     def slot_bytes(self, index: int) -> torch.Tensor | None:
         """The stored tensor in its slot's dtype and shape; None for a borrowed one that needs a cast."""
@@ -237,7 +234,7 @@ class Sink:
         stored = self.slot_bytes(index)
         if stored is not None:
             return checksum(stored)
-        place, spec = self.plan.slot(index), self.plan.manifest.tensors[index]
+        place, spec = self.plan.slot(index), self.plan.manifest.tensor(index)
         if not spec.numel:
             return finish(0, 0)
         source = as_dtype(self.borrowed[index], TORCH_DTYPES[spec.dtype])
@@ -245,54 +242,52 @@ class Sink:
 
     def slot_checksums(self, indexes: Sequence[int]) -> list[int]:
         """`slot_checksum` of many tensors."""
-        if not self._hashing and self._looked is None:
+        if not self.hashes and self._looked is None:
             return [self.slot_checksum(index) for index in indexes]
         casts = self.plan.casts
+        if not casts:
+            return self.received_checksums(indexes)
         return [
             self.slot_checksum(index) if index in casts else value
             for index, value in zip(indexes, self.received_checksums(indexes), strict=True)
         ]
 
-    def _begin_write(self, index: int, offset: int, data: torch.Tensor) -> Arrival:
+    def _begin_write(self, index: int, offset: int, data: torch.Tensor) -> None:
         if not 0 <= index < len(self._arrivals):
             raise UpdateRefused(
                 Reason.BAD_CHUNK,
                 f"a chunk names tensor {index}, the manifest has {len(self._arrivals)} (counted from 0)",
             )
-        spec = self.plan.manifest.tensors[index]
+        spec = self.plan.manifest.tensor(index)
         assert data.dtype == torch.uint8, "a sink takes bytes"
         assert data.dim() == 1, "a sink takes bytes in one dimension"
         end = offset + data.numel()
         check_chunk(spec, self.plan.sizes[index], offset, end, whole=self.destination is None)
-        arrival = self._arrivals[index]
         with self._changed:
             if self._ended_by is not None:
                 raise self._ended_by
-            taken = arrival.claim(offset, end) if data.numel() else None
+            taken = self._arrivals.claim(index, offset, end) if data.numel() else None
             if taken is not None:
                 raise bad_chunk(spec, offset, end, overlap_text(taken))
             self.received_bytes += data.numel()
             self._num_writing += 1
-        return arrival
 
-    def _claim_whole(self, indexes: Sequence[int]) -> None:
+    def _claim_whole(self, tensors: Indexes | Sequence[int]) -> None:
         """Account for whole tensors, or for none if one may not come; `_changed` is held."""
         if self._ended_by is not None:
             raise self._ended_by
-        arrivals, sizes = self._arrivals, self.plan.sizes
-        for claimed, index in enumerate(indexes):
-            if spans := arrivals[index].spans:
-                spec, text = self.plan.manifest.tensors[index], overlap_text(spans[0])
-                for other in indexes[:claimed]:
-                    arrivals[other].spans.clear()
-                raise bad_chunk(spec, 0, sizes[index], text)
-            if sizes[index]:
-                spans.append((0, sizes[index]))
-        self.received_bytes += sum([sizes[index] for index in indexes])
+        indexes = np.asarray(tensors, dtype=np.int64)
+        taken = self._arrivals.claim_whole(indexes)
+        if taken is not None:
+            spans = self._arrivals.spans(taken) or [(0, self.plan.sizes[taken])]  # twice in this call
+            raise bad_chunk(
+                self.plan.manifest.tensor(taken), 0, self.plan.sizes[taken], overlap_text(spans[0])
+            )
+        self.received_bytes += int(self.plan.size_of[indexes].sum())
 
     def _store(self, index: int, offset: int, data: torch.Tensor) -> tuple[int, bool]:
         """Write a chunk into its place; returns (sum of its mixed words, a value is not finite)."""
-        place, spec = self.plan.slot(index), self.plan.manifest.tensors[index]
+        place, spec = self.plan.slot(index), self.plan.manifest.tensor(index)
         dtype = TORCH_DTYPES[place.dtype]
         if index in self.plan.twins:
             if self.plan.same_dtype(index):
@@ -309,7 +304,7 @@ class Sink:
                 written.numpy()[:] = data.numpy()
             else:
                 written.copy_(data)
-            if self._small[index] and data.numel() == self.plan.sizes[index]:
+            if data.numel() == self.plan.sizes[index] and self._small(np.array([index])).all():
                 with self._changed:
                     self._unscanned.add(index)
                 return 0, False
@@ -320,58 +315,60 @@ class Sink:
         total = scan(data, offset).total if self.is_hashed(index) else 0
         return total, self.finds_nonfinite and has_nonfinite(written.view(dtype))
 
-    def _write_small(self, indexes: list[int], positions: list[int], data: torch.Tensor) -> None:
-        """Take small whole tensors that lie at `positions` of `data`, all of which `self._small` allows."""
-        sizes, slots = self.plan.sizes, self.plan.slots
+    def _small(self, indexes: Indexes) -> Flags:
+        """Which tensors are written as they come, and scanned later together with others."""
+        return self.plan.small.are_among(indexes) & self._on_cpu
+
+    def _write_small(self, indexes: Indexes, positions: Indexes, data: torch.Tensor) -> None:
+        """Take small whole tensors that lie at `positions` of `data`."""
         with self._changed:
             self._claim_whole(indexes)
             self._num_writing += 1
+        memory, places = data, positions
         try:
             if self.destination is None:
-                for index, position in zip(indexes, positions, strict=True):
+                sizes = self.plan.sizes
+                for index, position in zip(indexes.tolist(), positions.tolist(), strict=True):
                     self.borrowed[index] = data[position : position + sizes[index]]
             else:
-                source, stored = data.numpy(), self.destination.numpy()
-                for index, position in zip(indexes, positions, strict=True):
-                    start, nbytes = slots[index].offset, sizes[index]  # type: ignore[union-attr]
-                    stored[start : start + nbytes] = source[position : position + nbytes]
+                memory, places = self.destination, self.plan.slot_offset_of[indexes]
+                self.plan.small.copy(memory.numpy(), places, data.numpy(), positions, indexes)
         finally:
             with self._changed:
-                if self.destination is None:
-                    self._unscanned_borrowed.append((data, indexes, positions))
-                else:
-                    self._unscanned.update(indexes)
+                self._unscanned_together.append((memory, indexes, places))
                 self._num_writing -= 1
                 self._changed.notify_all()
 
     def _scan_small(self) -> None:
         """Catch up on small tensors that arrived whole."""
-        if not self._unscanned and not self._unscanned_borrowed:
+        if not self._unscanned and not self._unscanned_together:
             return
         with self._scanning:  # whoever asks meanwhile waits for the sums
             with self._changed:
-                stored, borrowed = list(self._unscanned), list(self._unscanned_borrowed)
-            if stored:
+                waiting = list(self._unscanned_together)
+                alone = list(self._unscanned)
+            if alone:
                 assert self.destination is not None
-                places = sorted((self.plan.slot(index).offset, index) for index in stored)
-                self._scan_in(self.destination, [i for _, i in places], [offset for offset, _ in places])
-            for data, indexes, positions in borrowed:
-                self._scan_in(data, indexes, positions)
+                indexes = np.array(alone, dtype=np.int64)
+                waiting.append((self.destination, indexes, self.plan.slot_offset_of[indexes]))
+            for memory, indexes, places in waiting if self._looks else ():
+                found = self.plan.small.scan(
+                    memory.numpy(), indexes, places, find_nonfinite=self.finds_nonfinite
+                )
+                self._totals[indexes], self._nonfinite[indexes] = found
             with self._changed:
-                self._unscanned.difference_update(stored)
-                del self._unscanned_borrowed[: len(borrowed)]
+                del self._unscanned_together[: len(waiting) - bool(alone)]
+                self._unscanned.difference_update(alone)
 
-    def _scan_in(self, buffer: torch.Tensor, indexes: list[int], offsets: list[int]) -> None:
-        """Scan small tensors that lie at `offsets` of `buffer`."""
-        found = scan_small(self.plan, buffer, indexes, offsets, find_nonfinite=self.finds_nonfinite)
-        for index, total, nonfinite in found:
-            arrival = self._arrivals[index]
-            arrival.total, arrival.nonfinite = total, nonfinite
+    @property
+    def _looks(self) -> bool:
+        """Whether anybody will ask for what a scan finds in any tensor."""
+        return self.hashes or self.finds_nonfinite or bool(self.plan.twins)
 
     def _borrow(self, index: int, offset: int, data: torch.Tensor) -> tuple[int, bool]:
         """Remember a whole tensor of the trainer's and read it once."""
         self.borrowed[index] = data
-        place, spec = self.plan.slot(index), self.plan.manifest.tensors[index]
+        place, spec = self.plan.slot(index), self.plan.manifest.tensor(index)
         if self.plan.same_dtype(index):
             return self._inspect(index, offset, data, TORCH_DTYPES[place.dtype])
         nonfinite = self.finds_nonfinite and any(

@@ -236,11 +236,11 @@ class CopyBorrowed:
             self._watched, self._copies = sink.offered[0].made(key, pairs)
         else:
             self._watched, self._copies = pairs()
-        tensors = sink.plan.manifest.tensors
+        dtypes = sink.plan.manifest.columns.dtypes
         self._casts = [
             (
                 target.arena.slot_view(live, sink.plan.slot(index).name).view(-1),
-                as_dtype(sink.borrowed[index], TORCH_DTYPES[tensors[index].dtype]),
+                as_dtype(sink.borrowed[index], TORCH_DTYPES[dtypes[index]]),
             )
             for index in sink.plan.applied
             if index in sink.borrowed and not sink.plan.same_dtype(index)
@@ -275,7 +275,7 @@ class CopyBorrowed:
             if read != promised:
                 raise WeightsTorn(
                     Reason.CHECKSUM_MISMATCH,
-                    f"{self._sink.plan.manifest.tensors[index].name} was copied with checksum {read:016x}, "
+                    f"{self._sink.plan.manifest.tensor(index).name} was copied with checksum {read:016x}, "
                     f"the trainer had hashed {promised:016x}: it wrote there during the call",
                 )
 

@@ -36,8 +36,9 @@ class AttentionBackend(ABC):
     positions [0, p] of its sequence. Position p of a row lies in the page of its first token slot at
     `p - p % page_size`, at offset `p % page_size`: pages are filled from their start.
 
-    Padded tokens (graph capture at a larger shape) carry the pool's padding slot in `out_cache_loc`, and are
-    rows of seq_len 1 that look at one token of some page; what they compute is never read.
+    Padded tokens (graph capture at a larger shape) carry the pool's padding slot in `out_cache_loc`. In a
+    decode pass they are rows of seq_len 1 that look at one token of some page; in any other they follow the
+    batch.num_tokens tokens of the rows, and nothing is planned for them. What they compute is never read.
     """
 
     attends_to_pool = False
@@ -53,17 +54,26 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def run(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ForwardBatch,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """DEVICE. Write k and v to the pool at `batch.out_cache_loc`, then attend.
 
         q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim], all of the pool's dtype; any
-        strides whose last is 1. Returns [T, num_heads, head_dim]. Must not synchronise.
+        strides whose last is 1. Returns [T, num_heads, head_dim], `out` if given. Must not synchronise.
         """
 
-    def attend(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, layer_id: int, q: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """DEVICE. Attend over what lies in the pool; this step's keys and values are there already.
 
-        q: [T, num_heads, head_dim], contiguous. Returns the same shape. Must not synchronise.
+        q: [T, num_heads, head_dim], contiguous. Returns the same shape, `out` if given. Must not
+        synchronise.
         """
         raise NotImplementedError(f"{type(self).__name__} needs this step's keys and values; call run()")

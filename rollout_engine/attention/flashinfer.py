@@ -64,7 +64,7 @@ class FlashInferBackend(AttentionBackend):
             batch.req_pool_indices_cpu, batch.seq_lens_cpu, batch.page_table, self.shape.page_size
         )
         self._plan(queries, counts, indices, last)
-        batch.attn_plan = self._wrapper
+        batch.attn_plan = PrefillPlan(self._wrapper, slice(int(queries[-1])))
 
     def _plan(self, queries: np.ndarray, counts: np.ndarray, indices: np.ndarray, last: np.ndarray) -> None:
         shape = self.shape
@@ -86,13 +86,23 @@ class FlashInferBackend(AttentionBackend):
         self._planned.record()
 
     def run(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ForwardBatch,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch.token_to_kv_pool.write(layer_id, batch.out_cache_loc, k, v)
-        return self.attend(layer_id, q.contiguous(), batch)
+        return self.attend(layer_id, q.contiguous(), batch, out)
 
-    def attend(self, layer_id: int, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, layer_id: int, q: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         pool, plan = batch.token_to_kv_pool, batch.attn_plan
+        if out is None:
+            out = torch.empty_like(q)
         if isinstance(plan, DecodePlan):
             return attend(
                 q,
@@ -103,9 +113,18 @@ class FlashInferBackend(AttentionBackend):
                 batch.seq_lens,
                 pool.page_size,
                 plan.splits,
+                out,
             )
-        out: torch.Tensor = plan.run(q, pool.paged[layer_id])
+        plan.wrapper.run(q[plan.tokens], pool.paged[layer_id], out=out[plan.tokens])
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """tokens: those that were planned; behind them there may be padding, which the wrapper does not take."""
+
+    wrapper: flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    tokens: slice
 
 
 @dataclass(frozen=True, slots=True)

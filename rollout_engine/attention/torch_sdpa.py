@@ -36,6 +36,10 @@ class DecodeGroup:
     num_rows: int
     length: int  # L
 
+    def covers(self, num_tokens: int) -> bool:
+        """Whether its tokens are the first `num_tokens` packed ones, in their order."""
+        return isinstance(self.tokens, slice) and self.tokens == slice(0, num_tokens)
+
 
 @dataclass(slots=True)
 class ExtendRow:
@@ -142,13 +146,20 @@ class TorchBackend(AttentionBackend):
         return ExtendRow(start, start + tokens, pages.view(-1), mask, length)
 
     def run(
-        self, layer_id: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: ForwardBatch,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         pool, plan = batch.token_to_kv_pool, batch.attn_plan
         pool.write(layer_id, batch.out_cache_loc, k, v)
-        if len(plan.groups) == 1 and not plan.rows and isinstance(plan.groups[0].tokens, slice):
+        if out is None and len(plan.groups) == 1 and plan.groups[0].covers(q.shape[0]):
             return _attend_group(q, plan.groups[0], layer_id, plan, pool)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for group in plan.groups:
             out[group.tokens] = _attend_group(q[group.tokens], group, layer_id, plan, pool)
         for row in plan.rows:

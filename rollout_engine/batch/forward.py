@@ -129,12 +129,19 @@ class ForwardBatch:
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     return_hidden_states_before_norm: bool = False
     attn_plan: Any = None  # what AttentionBackend.plan left for run
+    q_out: torch.Tensor | None = None  # [T, N, H], where layers put their queries, if not in new memory
 
     @classmethod
-    def init_new(cls, batch: ScheduleBatch, runner: Pools) -> ForwardBatch:
+    def init_new(
+        cls, batch: ScheduleBatch, runner: Pools, inputs: torch.Tensor | None = None
+    ) -> ForwardBatch:
         """Build the step's tensors on the runner's device and fill req_to_token_pool.
 
         Consumes and resets the batch's one-shot overrides. Synchronises nothing.
+
+        Args:
+            inputs: [3, T] int64 for input ids, positions and token slots, T at least the batch's tokens:
+                they are written there, and what is left over is padding. None makes them as long as needed.
         """
         seq_lens = batch.seq_lens if batch.seq_lens_cpu_cache is None else batch.seq_lens_cpu_cache
         capture, before_norm = batch.capture_hidden_mode, batch.return_hidden_states_before_norm
@@ -146,17 +153,19 @@ class ForwardBatch:
         ends = np.cumsum(np.array(batch.extend_lens, dtype=np.int64))
         sampled_rows = np.array([sample.row for sample in batch.samples], dtype=np.int64)
         pool_indices = np.array(batch.req_pool_indices, dtype=np.int64)
-        ids, positions, rows, lengths, slots, last, sampled = runner.packer.put(
-            [
-                np.array(batch.input_ids, dtype=np.int64),
-                np.array(batch.positions, dtype=np.int64),
-                pool_indices,
-                np.array(seq_lens, dtype=np.int64),
-                np.array(batch.out_cache_loc, dtype=np.int64),
-                ends[sampled_rows] - 1,
-                pool_indices[sampled_rows],
-            ]
-        )
+        tokens = np.array([batch.input_ids, batch.positions, batch.out_cache_loc], dtype=np.int64)
+        arrays = [
+            pool_indices,
+            np.array(seq_lens, dtype=np.int64),
+            ends[sampled_rows] - 1,
+            pool_indices[sampled_rows],
+        ]
+        if inputs is None:
+            rows, lengths, last, sampled, ids, positions, slots = runner.packer.put([*arrays, *tokens])
+        else:
+            rows, lengths, last, sampled = runner.packer.put(arrays)
+            runner.packer.fill(inputs, _padded(tokens, inputs.shape[1], runner.token_to_kv_pool.padding_slot))
+            ids, positions, slots = inputs
         _fill_unknown(batch, ids, pool_indices, ends, runner)
         return cls(
             forward_mode=batch.forward_mode,
@@ -183,7 +192,16 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
-        return self.input_ids.shape[0]
+        """Tokens of the rows, without padding behind them."""
+        return sum(self.extend_lens_cpu)
+
+
+def _padded(tokens: np.ndarray, size: int, padding_slot: int) -> np.ndarray:
+    """[3, T] -> [3, size]: padding is token 0 at position 0, written to the padding slot."""
+    padded = np.zeros((3, size), dtype=np.int64)
+    padded[2] = padding_slot
+    padded[:, : tokens.shape[1]] = tokens
+    return padded
 
 
 def _fill_unknown(

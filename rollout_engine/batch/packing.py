@@ -6,12 +6,13 @@ through pinned memory instead, so that a step can be made up while the one befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 ALIGNMENT = 16
+WORD = 8
 NUM_SLOTS = 8
 """Pinned buffers in turn: a step in flight may still read the ones it was made up in."""
 FIRST_SLOT_BYTES = 1 << 20
@@ -22,10 +23,15 @@ class Packer:
 
     Args:
         device: where tensors go; on a CPU arrays are taken as they are.
+        fetch: how [n] uint8 on the device gets the bytes of pinned memory, asynchronously on the current
+            stream; n is a multiple of WORD. None: the device's copy engine, which may be busy with more.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, fetch: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    ) -> None:
         self.device = device
+        self._fetch = fetch or _copy
         self._slots: list[torch.Tensor | None] = [None] * NUM_SLOTS
         self._copied: list[torch.cuda.Event | None] = [None] * NUM_SLOTS
         self._next = 0
@@ -43,7 +49,8 @@ class Packer:
         view = pinned.numpy()
         for start, array in zip(starts, arrays, strict=True):
             view[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        packed = pinned[:end].to(self.device, non_blocking=True)
+        packed = torch.empty(end, dtype=torch.uint8, device=self.device)
+        self._fetch(packed, pinned[:end])
         self._mark()
         return [
             packed[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
@@ -51,14 +58,18 @@ class Packer:
         ]
 
     def fill(self, target: torch.Tensor, array: np.ndarray) -> None:
-        """Copy `array` into `target`, a contiguous tensor of the same number of bytes on the device."""
+        """Copy `array` into `target`, a contiguous tensor of the same number of bytes on the device.
+
+        Other numbers than multiples of WORD go by the copy engine.
+        """
         array = np.ascontiguousarray(array)
         if self.device.type != "cuda":
             target.copy_(torch.from_numpy(array))
             return
         pinned = self._slot(array.nbytes)
         pinned.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
-        target.view(-1).view(torch.uint8).copy_(pinned[: array.nbytes], non_blocking=True)
+        fetch = self._fetch if array.nbytes % WORD == 0 else _copy
+        fetch(target.view(-1).view(torch.uint8), pinned[: array.nbytes])
         self._mark()
 
     def _slot(self, nbytes: int) -> torch.Tensor:
@@ -78,6 +89,10 @@ class Packer:
             event = self._copied[self._next] = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._next = (self._next + 1) % NUM_SLOTS
+
+
+def _copy(target: torch.Tensor, pinned: torch.Tensor) -> None:
+    target.copy_(pinned, non_blocking=True)
 
 
 _DTYPES = {

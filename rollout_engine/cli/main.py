@@ -10,6 +10,7 @@ import typer
 
 from rollout_engine.cli.demo import demo
 from rollout_engine.cli.generate import generate
+from rollout_engine.cli.http import http
 from rollout_engine.cli.reload import reload
 from rollout_engine.cli.serve import serve
 from rollout_engine.cli.status import status
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, generate, reload, status, warmup, demo):
+for command in (serve, generate, reload, status, http, warmup, demo):
     app.command()(command)
 
 

@@ -39,7 +39,7 @@ def rollout_client(
 ) -> RolloutClient:
     from trainers_adapters.clients import RolloutClient
 
-    return RolloutClient(address, token=token, tls=_tls(ca, cert, key))
+    return RolloutClient(address, token=token, tls=tls_of(ca, cert, key))
 
 
 def weights_client(
@@ -47,10 +47,10 @@ def weights_client(
 ) -> WeightsClient:
     from trainers_adapters.clients import WeightsClient
 
-    return WeightsClient(address, token=token, tls=_tls(ca, cert, key))
+    return WeightsClient(address, token=token, tls=tls_of(ca, cert, key))
 
 
-def _tls(ca: str | None, cert: str | None, key: str | None) -> Any:
+def tls_of(ca: str | None, cert: str | None, key: str | None) -> Any:
     from trainers_adapters.connection import Tls
 
     if bool(cert) != bool(key):

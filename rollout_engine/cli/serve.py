@@ -66,9 +66,12 @@ def serve(
     ] = None,
     attention_backend: Annotated[str | None, _flag("auto, torch or flashinfer.")] = None,
     cuda_graphs: Annotated[
-        bool | None, _flag("Capture decode passes on a GPU.", "--cuda-graphs/--no-cuda-graphs")
+        bool | None, _flag("Capture forward passes on a GPU.", "--cuda-graphs/--no-cuda-graphs")
     ] = None,
     capture_batch_sizes: Annotated[str | None, _flag("Of decode graphs, for example 1,2,4,8.")] = None,
+    capture_prefill_tokens: Annotated[
+        str | None, _flag("Of prefill graphs, for example 64,256; '' captures none.")
+    ] = None,
     overlap: Annotated[
         bool | None, _flag("Prepare a pass while another runs; default on a GPU.", "--overlap/--no-overlap")
     ] = None,

@@ -21,7 +21,8 @@ def warmup(
 ) -> None:
     """Compile the GPU kernels of a model's shapes, so that `serve` finds them in the caches.
 
-    Takes about a minute the first time on a machine, and a second once everything is cached.
+    Takes about a minute the first time on a machine, and seconds once everything is cached; and for that time
+    the GPU memory of one layer, the embedding and the head.
     """
     from rollout_engine.config import load_config
     from rollout_engine.errors import ConfigError, EngineError
@@ -37,10 +38,11 @@ def warmup(
     try:
         config = load_config(flags)
         from rollout_engine.runner.model_runner import ModelRunner
+        from rollout_engine.runner.warm_up import compile_ahead
         from weight_updater.device_scan import warm
 
         runner = ModelRunner(config)
-        name, _ = runner.load_attention()
+        name = compile_ahead(runner)
         warm(runner.device)
     except (ConfigError, EngineError) as error:
         fail(str(error), as_json=as_json, exit_code=EXIT_USAGE, reason="CONFIG")

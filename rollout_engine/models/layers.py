@@ -13,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rollout_engine.attention.base import AttentionBackend
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.models.config import ModelConfig, RopeConfig
 from rollout_engine.ops import fused
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of a step's positions, each [T, 1, H], in the model's dtype."""
+
+Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Queries [T, N, H]; keys and values [T, K, H], or None where they lie in the KV pool already."""
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x, weight, bias) -> x @ weight.T + bias."""
@@ -220,7 +224,9 @@ def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged KV pool.
+    """Grouped-query attention over the paged KV pool: `heads`, `attend`, `project`.
+
+    Attention itself depends on the lengths of rows, what comes before and after it does not.
 
     Args:
         layer_id: index of the layer's K and V in the pool.
@@ -241,27 +247,35 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
 
-    def forward(self, x_TD: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
-        """[T, D] -> [T, D]; writes this step's K and V to the pool."""
-        num_tokens = x_TD.shape[0]
+    def heads(self, x_TD: torch.Tensor, rope: Rope, batch: ForwardBatch) -> Heads:
+        """What attention takes, normalised and rotated; where one kernel does it all, K and V are written."""
         qkv = self.qkv_proj(x_TD)
         kernels = fused.kernels_for(qkv) if batch.attn_backend.attends_to_pool else None
         if kernels is not None:
             pool = batch.token_to_kv_pool
             k_pool, v_pool = pool.k[self.layer_id], pool.v[self.layer_id]
-            q_TNH = kernels.norm_rope_write(qkv, self._norms(), rope, batch.out_cache_loc, k_pool, v_pool)
-            out_TNH = batch.attn_backend.attend(self.layer_id, q_TNH, batch)
-            fused_out: torch.Tensor = self.o_proj(out_TNH.view(num_tokens, -1))
-            return fused_out
-        qkv = qkv.view(num_tokens, -1, self.head_dim)
+            slots = batch.out_cache_loc
+            q_TNH = kernels.norm_rope_write(qkv, self._norms(), rope, slots, k_pool, v_pool, batch.q_out)
+            return q_TNH, None, None
+        qkv = qkv.view(x_TD.shape[0], -1, self.head_dim)
         qk, v_TKH = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         qk = rotate(qk, rope)
-        q_TNH, k_TKH = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        out_TNH = batch.attn_backend.run(self.layer_id, q_TNH, k_TKH, v_TKH, batch)
-        out: torch.Tensor = self.o_proj(out_TNH.reshape(num_tokens, -1))
+        return qk[:, : self.num_heads], qk[:, self.num_heads :], v_TKH
+
+    def attend(self, heads: Heads, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, N, H] of attention, in `out` if given; K and V lie in the pool afterwards."""
+        q_TNH, k_TKH, v_TKH = heads
+        backend: AttentionBackend = batch.attn_backend
+        if k_TKH is None or v_TKH is None:
+            return backend.attend(self.layer_id, q_TNH, batch, out)
+        return backend.run(self.layer_id, q_TNH, k_TKH, v_TKH, batch, out)
+
+    def project(self, attended_TNH: torch.Tensor) -> torch.Tensor:
+        """[T, N, H] -> [T, D]."""
+        out: torch.Tensor = self.o_proj(attended_TNH.reshape(attended_TNH.shape[0], -1))
         return out
 
     def _norms(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:

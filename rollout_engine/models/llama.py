@@ -10,7 +10,16 @@ from torch import nn
 
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.models.config import ModelConfig
-from rollout_engine.models.layers import MLP, Attention, Embedding, Head, RMSNorm, Rope, RotaryEmbedding
+from rollout_engine.models.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    Head,
+    Heads,
+    RMSNorm,
+    Rope,
+    RotaryEmbedding,
+)
 
 
 class DecoderLayer(nn.Module):
@@ -30,11 +39,24 @@ class DecoderLayer(nn.Module):
 
         A layer's input is residual + delta; the sum is left to the next norm, which does both in one pass.
         """
+        heads, residual = self.before_attention(delta, residual, rope, batch)
+        return self.after_attention(self.self_attn.attend(heads, batch), residual)
+
+    def before_attention(
+        self, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope, batch: ForwardBatch
+    ) -> tuple[Heads, torch.Tensor]:
+        """What attention takes, and the layer's input [T, D]; `residual` may be overwritten with it."""
         if delta is None:
             x_TD = self.input_layernorm(residual)
         else:
             x_TD, residual = self.input_layernorm.add(delta, residual)
-        x_TD, residual = self.post_attention_layernorm.add(self.self_attn(x_TD, rope, batch), residual)
+        return self.self_attn.heads(x_TD, rope, batch), residual
+
+    def after_attention(
+        self, attended: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, N, H], [T, D] -> what the MLP adds, and the sum before it, [T, D] each."""
+        x_TD, residual = self.post_attention_layernorm.add(self.self_attn.project(attended), residual)
         return self.mlp(x_TD), residual
 
 
@@ -53,7 +75,7 @@ class LlamaForCausalLM(nn.Module):
     """A decoder with a language-model head. Build it on the meta device; `build_target` gives it storage.
 
     forward() is embed, run_layers over all layers, norm; split prefill and hidden-state capture call the
-    three by themselves.
+    three by themselves. A captured prefill calls embed and both parts of each of `layers`.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -67,6 +89,11 @@ class LlamaForCausalLM(nn.Module):
     def make_attention(self, layer_id: int) -> Attention:
         bias = self.config.attention_bias
         return Attention(self.config, layer_id, qkv_bias=bias, o_bias=bias)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The DecoderLayers, first to last."""
+        return self.model.layers
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
@@ -84,7 +111,7 @@ class LlamaForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """Layers [start, stop): [T, D] -> [T, D], before the final norm. `hidden` may be overwritten."""
         delta = None
-        for layer in self.model.layers[start:stop]:
+        for layer in self.layers[start:stop]:
             delta, hidden = layer(delta, hidden, rope, forward_batch)
         return hidden if delta is None else hidden + delta
 

@@ -25,7 +25,7 @@ MANY_PROGRAMS = 512
 LOG2_E = math.log2(math.e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["pool_indices", "seq_lens"])
 def _attend_kernel(
     q,
     k_pool,
@@ -47,8 +47,9 @@ def _attend_kernel(
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    # Programs that run at once read neighbouring heads of the same tokens: whole rows of the memory's banks.
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(seq_lens + row).to(tl.int32)
     pages = page_table + tl.load(pool_indices + row) * P
@@ -119,6 +120,7 @@ def attend(
     seq_lens: torch.Tensor,
     page_size: int,
     splits: int,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the last token of each row.
 
@@ -129,20 +131,22 @@ def attend(
         pool_indices: [B] int64.
         seq_lens: [B] int64, at least 1; keys [0, seq_lens[i]) of row i are attended to.
         splits: pieces that each row is cut into, a power of two.
+        out: where the result goes; None makes room for it.
 
     Returns:
         [B, N, H] in q's dtype.
     """
     B, N, H = q.shape
     K = k_pool.shape[1]
-    out = torch.empty_like(q)
+    if out is None:
+        out = torch.empty_like(q)
     partial = stats = out
     # Many programs hide each other's waits; few ones must have more loads on their way.
     num_warps, num_stages = (1, 3) if B * K >= MANY_PROGRAMS else (2, 5)
     if splits > 1:
         partial = torch.empty((B * N, splits, H), dtype=torch.float32, device=q.device)
         stats = torch.empty((B * N, splits, 2), dtype=torch.float32, device=q.device)
-    _attend_kernel[(B, K, splits)](
+    _attend_kernel[(K, B, splits)](
         q,
         k_pool,
         v_pool,

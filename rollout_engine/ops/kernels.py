@@ -186,6 +186,7 @@ def norm_rope_write(
     slots: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
+    q_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Normalise and rotate queries and keys, write keys and values to the pool.
 
@@ -195,6 +196,7 @@ def norm_rope_write(
         rope: cos and sin [T, 1, H], the first half of sin negated.
         slots: [T] int64 token slots.
         k_pool, v_pool: [token slots, K, H] of one layer.
+        q_out: where the queries go; None makes room for them.
 
     Returns:
         Queries, [T, N, H].
@@ -202,7 +204,8 @@ def norm_rope_write(
     T = qkv.shape[0]
     K, H = k_pool.shape[1], k_pool.shape[2]
     N = qkv.shape[1] // H - 2 * K
-    q_out = torch.empty((T, N, H), dtype=qkv.dtype, device=qkv.device)
+    if q_out is None:
+        q_out = torch.empty((T, N, H), dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
     cos, sin = rope
     heads = math.gcd(math.gcd(N, K), MAX_HEADS)

@@ -15,8 +15,21 @@ import triton.language as tl
 
 BLOCK = 1024
 
+ANY_ALIGNMENT = [
+    "pool_indices",
+    "maxima",
+    "masses",
+    "raw_maxima",
+    "raw_masses",
+    "first_best",
+    "bad",
+    "token_ids",
+    "logprobs",
+]
+"""Addresses whose alignment depends on the number of rows: one kernel for all, and one order of its sums."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def _reduce_kernel(
     logits,
     stride,
@@ -52,7 +65,7 @@ def _reduce_kernel(
     tl.store(bad + at, tl.max(wrong.to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def _draw_kernel(
     logits,
     stride,

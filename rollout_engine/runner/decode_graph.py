@@ -1,8 +1,7 @@
 """DecodeCudaGraphRunner: decode passes captured once for each batch size, and replayed.
 
 A batch is padded to the next captured size. Padded rows write to the pool's padding page and read one token
-of somebody's; nobody reads what they compute. A graph remembers addresses: of the weights, the KV pool and
-the static buffers here. `moved` tells which of them are no longer what was captured.
+of somebody's; nobody reads what they compute.
 
 B = rows of a batch, S = captured size, D = hidden size, V = vocabulary
 """
@@ -21,6 +20,7 @@ from rollout_engine.batch.forward import ForwardBatch, SamplingInfo, write_slots
 from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from rollout_engine.kv.capacity import max_decode_logits_rows
 from rollout_engine.ops.fused import kernels_for
+from rollout_engine.runner.graphs import CapturedStorages, Graph, capture_graph, smallest_fit
 from rollout_engine.runner.pending import PendingStep
 from rollout_engine.runner.sampler import sample
 
@@ -29,15 +29,12 @@ logger = logging.getLogger(__name__)
 WARM_UP_PASSES = 2
 """Before a capture: kernels are compiled and workspaces taken outside the graph."""
 
-Identity = tuple[int, tuple[int, ...], torch.dtype]
-"""Address, shape and dtype of captured storage."""
-
 
 @dataclass(slots=True)
 class Captured:
     """The graph of one batch size and what feeds it."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     inputs: torch.Tensor  # [5, S] int64: input ids, positions, token slots, rows of the pool, KV lengths
 
 
@@ -53,9 +50,8 @@ class DecodeCudaGraphRunner:
     def __init__(self, runner: Any, batch_sizes: list[int], storages: dict[str, torch.Tensor]) -> None:
         self._runner = runner
         self._sizes = batch_sizes
-        self._storages = storages
+        self._storages = CapturedStorages(storages)
         self._captured: dict[int, Captured] = {}
-        self._identities: dict[str, Identity] = {}
         rows = max_decode_logits_rows(batch_sizes, [1])
         config = runner.model_config
         # A padded row: any token, at position 0 of a sequence of one token, written to the padding page. What
@@ -70,7 +66,7 @@ class DecodeCudaGraphRunner:
         return (
             bool(self._captured)
             and batch.forward_mode.is_decode()
-            and batch.batch_size <= self._sizes[-1]
+            and smallest_fit(self._sizes, batch.batch_size) is not None
             and not batch.prompt_logprobs
             and batch.capture_hidden_mode is CaptureHiddenMode.NULL
             and batch.seq_lens_cpu_cache is None
@@ -79,7 +75,8 @@ class DecodeCudaGraphRunner:
     def run(self, batch: ScheduleBatch) -> PendingStep:
         """Replay the pass of the smallest size that fits, and sample."""
         runner, num_rows = self._runner, batch.batch_size
-        size = next(size for size in self._sizes if size >= num_rows)
+        size = smallest_fit(self._sizes, num_rows)
+        assert size is not None, "can_run was asked"
         captured = self._captured[size]
         write_slots(batch, runner)
         inputs = np.empty((5, size), dtype=np.int64)
@@ -101,24 +98,16 @@ class DecodeCudaGraphRunner:
 
     # ------------------------------------------------------------ capture
 
-    def capture(self) -> None:
-        """Capture every size, largest first, so that the smaller ones fit into its memory.
-
-        The device must be idle. Old graphs are freed first.
-        """
-        self.release()
-        runner = self._runner
+    def capture(self, pool: Any) -> None:
+        """Capture every size, largest first, so that the smaller ones fit into its memory."""
         started = time.monotonic()
-        pool = None
-        with torch.inference_mode(), torch.cuda.stream(runner.forward_stream):
-            for size in reversed(self._sizes):
-                pool = self._capture(size, pool)
-        runner.forward_stream.synchronize()
-        self._identities = {name: _identity(tensor) for name, tensor in self._storages.items()}
+        for size in reversed(self._sizes):
+            self._captured[size] = self._capture(size, pool)
+        self._storages.note()
         sizes = ", ".join(map(str, self._sizes))
         logger.info("captured decode graphs of %s rows in %.2f s", sizes, time.monotonic() - started)
 
-    def _capture(self, size: int, pool: Any) -> Any:
+    def _capture(self, size: int, pool: Any) -> Captured:
         runner = self._runner
         inputs = torch.empty((5, size), dtype=torch.int64, device=runner.device)
         runner.packer.fill(inputs, np.repeat(self._padding[:, None], size, axis=1))
@@ -126,13 +115,7 @@ class DecodeCudaGraphRunner:
         runner.attn_backend.plan(forward)
         for _ in range(WARM_UP_PASSES):
             self._pass(size, forward)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=pool, stream=runner.forward_stream, capture_error_mode="thread_local"
-        ):
-            self._pass(size, forward)
-        self._captured[size] = Captured(graph, inputs)
-        return graph.pool()
+        return Captured(capture_graph(lambda: self._pass(size, forward), pool), inputs)
 
     def _forward_batch(self, size: int, inputs: torch.Tensor) -> ForwardBatch:
         runner = self._runner
@@ -166,31 +149,17 @@ class DecodeCudaGraphRunner:
         hidden = model.norm(model.run_layers(hidden, rope, forward, 0, model.config.num_layers))
         model.compute_logits(hidden, out=self.logits[:size])
 
-    # ------------------------------------------------------------ what the updater asks (GraphHooks)
+    # ------------------------------------------------------------ what the updater asks, through Graphs
 
     def num_captured(self) -> int:
-        """How many graphs there are."""
+        """How many batch sizes are captured."""
         return len(self._captured)
 
     def moved(self) -> list[str]:
         """Captured storage whose address, shape or dtype is no longer what was captured."""
-        return [
-            name for name, identity in self._identities.items() if _identity(self._storages[name]) != identity
-        ]
-
-    def check_recapture(self) -> None:
-        """Nothing can be missing: old graphs give back the memory that new ones take."""
-
-    def recapture(self) -> int:
-        """Capture every graph again; returns how many. The device must be idle."""
-        self.capture()
-        return len(self._captured)
+        return self._storages.moved()
 
     def release(self) -> None:
         """Free every graph; decode passes run uncaptured until `capture`."""
         self._captured.clear()
-        self._identities.clear()
-
-
-def _identity(tensor: torch.Tensor) -> Identity:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+        self._storages.forget()

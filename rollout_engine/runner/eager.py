@@ -40,7 +40,8 @@ class EagerRunner:
         return self.finish(batch, forward, hidden)
 
     def finish(self, batch: ScheduleBatch, forward: ForwardBatch, unnormed: torch.Tensor) -> PendingStep:
-        """From the last layer's output [T, D] to what the step gives back."""
+        """From the last layer's output [T, D] (or more: padding) to what the step gives back."""
+        unnormed = unnormed[: forward.num_tokens]
         every_token = batch.prompt_logprobs or forward.capture_hidden_mode is CaptureHiddenMode.FULL
         sampled_unnormed = unnormed.index_select(0, forward.logits_indices)
         if every_token:

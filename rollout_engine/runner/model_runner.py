@@ -7,8 +7,9 @@ next one must know of: __init__, initialize, alloc_memory_pool, init_attention_b
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +27,12 @@ from rollout_engine.models.weights import build_model, fill_random
 from rollout_engine.ops.fused import kernels_for
 from rollout_engine.runner.decode_graph import DecodeCudaGraphRunner
 from rollout_engine.runner.eager import EagerRunner, SplitPrefill
+from rollout_engine.runner.graphs import GraphRunner, Graphs
 from rollout_engine.runner.kv_pool import KVPool
 from rollout_engine.runner.memory import available_memory, discard_contents, restore_contents
 from rollout_engine.runner.pending import PendingStep
+from rollout_engine.runner.prefill_graph import PrefillCudaGraphRunner
+from rollout_engine.runner.warm_up import warm_up
 from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
 from weight_updater.preloaded import PreloadedWeights
@@ -55,14 +59,6 @@ class Stage(IntEnum):
 
 class InitOrderError(RuntimeError):
     """A step of the initialisation was called out of order."""
-
-
-class GraphRunner(Protocol):
-    """Replays captured forward passes."""
-
-    def can_run(self, batch: ScheduleBatch) -> bool: ...
-
-    def run(self, batch: ScheduleBatch) -> PendingStep: ...
 
 
 class ModelRunner:
@@ -96,9 +92,10 @@ class ModelRunner:
         self.max_running = config.max_running_requests or (256 if self.device.type == "cuda" else 64)
         self.max_prefill_tokens = config.max_prefill_tokens or (8192 if self.device.type == "cuda" else 2048)
         self.overlap = self.device.type == "cuda" if config.overlap is None else config.overlap
-        self.packer = Packer(self.device)
-        self.decode_graph: DecodeCudaGraphRunner | None = None
+        self.packer = Packer(self.device, _fetch_for(self.device))
+        self.decode_graph: GraphRunner | None = None
         self.prefill_graph: GraphRunner | None = None
+        self.graphs: Graphs | None = None  # those of both
         self.forward_counts = dict.fromkeys(
             ("eager", "decode_graph", "prefill_graph", "split_prefill", "idle"), 0
         )
@@ -167,19 +164,34 @@ class ModelRunner:
         return name, backend
 
     def init_cuda_graphs(self) -> None:
-        """Capture graphs where they can be; nothing to capture on a CPU."""
+        """Load kernels and capture graphs where they can be; on a CPU there is neither."""
         self._enter(Stage.INIT_CUDA_GRAPHS)
-        if self.device.type != "cuda":
+        if self.forward_stream is None:
             return
         torch.cuda.synchronize(self.device)  # weights and pools were made on another stream
+        if self.config.cuda_graphs:
+            self.decode_graph = self._decode_graph_runner()
+            self.prefill_graph = self._prefill_graph_runner()
+        logger.info("capturing graphs, loading kernels (compiled at first use on a machine: some seconds)")
+        if runners := [runner for runner in (self.decode_graph, self.prefill_graph) if runner is not None]:
+            self.graphs = Graphs(runners, self.forward_stream)
+            self.graphs.capture()
+        with torch.inference_mode(), torch.cuda.stream(self.forward_stream):
+            warm_up(self)
+
+    def _decode_graph_runner(self) -> DecodeCudaGraphRunner | None:
         sizes = [size for size in self.config.capture_batch_sizes if size <= self.max_running]
-        if not self.config.cuda_graphs or not sizes:
-            return
+        if not sizes:
+            return None
         if kernels_for(self.last_tokens) is None or not self.attn_backend.captures:
             logger.warning("decode passes are not captured: %s attention", self.attention_backend_name)
-            return
-        self.decode_graph = DecodeCudaGraphRunner(self, sizes, self._captured_storages())
-        self.decode_graph.capture()
+            return None
+        return DecodeCudaGraphRunner(self, sizes, self._captured_storages())
+
+    def _prefill_graph_runner(self) -> PrefillCudaGraphRunner | None:
+        most = self.max_prefill_tokens + self.max_running  # decode rows come on top of the prompts' tokens
+        sizes = [size for size in self.config.capture_prefill_tokens if size <= most]
+        return PrefillCudaGraphRunner(self, sizes, self._captured_storages()) if sizes else None
 
     def _captured_storages(self) -> dict[str, torch.Tensor]:
         """Everything whose address a graph may remember, by name. The objects stay the same for good."""
@@ -264,20 +276,20 @@ class ModelRunner:
 
     def release_graphs(self) -> int:
         """Free the captured graphs; bytes that the device got back."""
-        if self.decode_graph is None:
+        if self.graphs is None:
             return 0
         torch.cuda.synchronize(self.device)  # a pass whose sequences have ended may still be replayed
-        self.decode_graph.release()
+        self.graphs.release()
         before = self.available_memory()
         torch.cuda.empty_cache()
         return self.available_memory() - before
 
     def resume_graphs(self) -> int:
         """Capture graphs again; bytes that they took."""
-        if self.decode_graph is None:
+        if self.graphs is None:
             return 0
         before = self.available_memory()
-        self.decode_graph.capture()
+        self.graphs.capture()
         return max(0, before - self.available_memory())
 
     def release_kv(self) -> int:
@@ -287,6 +299,15 @@ class ModelRunner:
     def resume_kv(self) -> int:
         """Take the KV pool's memory again, zeroed, in the same tensors; bytes taken."""
         return self.token_to_kv_pool.resume()
+
+
+def _fetch_for(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+    """How a step's small arrays come to `device`; None: by its copy engine."""
+    if kernels_for(torch.empty(0, device=device)) is None:
+        return None
+    from rollout_engine.ops.host_reads import fetch
+
+    return fetch
 
 
 def _forward_stream(device: torch.device) -> torch.cuda.Stream | None:

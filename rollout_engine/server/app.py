@@ -27,6 +27,7 @@ from rollout_engine.server.engine_process import ENGINE_COMMAND
 from rollout_engine.server.health import EngineHealth
 from rollout_engine.server.rollout_service import RolloutService
 from rollout_engine.server.text import TextCodec, load_tokenizer
+from rollout_engine.server.unreadable import ReadingInterceptor
 from rollout_engine.server.weights_service import WeightsService
 from rollout_engine.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
 from weight_updater.errors import UpdateError
@@ -152,7 +153,9 @@ async def start(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_C
 async def _open(
     config: ServeConfig, engine: EngineClient, codec: TextCodec, credentials: grpc.ServerCredentials | None
 ) -> RunningServer:
-    interceptors = [] if config.token is None else [TokenInterceptor(config.token.get_secret_value())]
+    interceptors: list[grpc.aio.ServerInterceptor] = [ReadingInterceptor(SERVICES)]
+    if config.token is not None:
+        interceptors.insert(0, TokenInterceptor(config.token.get_secret_value()))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(config))
     draining = asyncio.Event()
     health = EngineHealth(engine, SERVICES)

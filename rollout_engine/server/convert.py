@@ -11,6 +11,7 @@ from typing import NoReturn, TypeVar
 from rollout_engine.v1 import weights_pb2 as pb
 from weight_updater import requests as r
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.manifest import Columns
 
 Value = TypeVar("Value")
 
@@ -79,17 +80,15 @@ def known(table: Mapping[int, Value], number: int, field: str) -> Value:
 
 def manifest(wire: pb.Manifest) -> r.Manifest:
     """A manifest in the order of the wire."""
-    return r.Manifest(
-        tuple(
-            r.TensorSpec(
-                name=spec.name or invalid(f"manifest.tensors[{i}].name", "is empty"),
-                dtype=known(DTYPES, spec.dtype, f"dtype of manifest.tensors[{i}] ({spec.name})"),
-                shape=tuple(spec.shape),
-                checksum=spec.checksum if spec.HasField("checksum") else None,
-            )
-            for i, spec in enumerate(wire.tensors)
-        )
-    )
+    specs = list(wire.tensors)
+    names, dtypes = [spec.name for spec in specs], [DTYPES.get(spec.dtype, "") for spec in specs]
+    if "" in names:
+        invalid(f"manifest.tensors[{names.index('')}].name", "is empty")
+    if "" in dtypes:
+        at = dtypes.index("")
+        known(DTYPES, specs[at].dtype, f"dtype of manifest.tensors[{at}] ({names[at]})")
+    columns = Columns(names, dtypes, [tuple(spec.shape) for spec in specs])
+    return r.Manifest.of(columns, [spec.checksum if spec.HasField("checksum") else None for spec in specs])
 
 
 def begin_update(wire: pb.BeginUpdateRequest) -> r.BeginUpdate:

@@ -17,6 +17,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from rollout_engine.errors import EngineError
 from rollout_engine.errors import Reason as EngineReason
 from rollout_engine.messages import ErrorInfo
+from rollout_engine.server.unreadable import readable
 from rollout_engine.v1 import rollout_pb2
 from weight_updater.errors import Reason as UpdateReason
 from weight_updater.errors import UpdateError, UpdateRefused, WeightsTorn
@@ -149,7 +150,7 @@ def _guard(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
     @functools.wraps(handler)
     async def answer(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await handler(self, request, context)
+            return await handler(self, readable(request), context)
         except (EngineError, UpdateError) as error:
             await abort(context, error)
         except grpc.aio.BaseError:  # an abort that the handler made itself

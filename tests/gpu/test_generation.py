@@ -22,7 +22,13 @@ def prompts_for(vocab_size: int, lengths: list[int], seed: int = 1) -> list[list
 
 
 def engine(directory, **config) -> LocalEngine:
-    values = dict(dtype="bfloat16", device="cuda", capture_batch_sizes=SIZES, num_pages=256)
+    values = dict(
+        dtype="bfloat16",
+        device="cuda",
+        capture_batch_sizes=SIZES,
+        capture_prefill_tokens=(),
+        num_pages=256,
+    )
     return LocalEngine(directory, **(values | config))
 
 
@@ -147,7 +153,7 @@ def test_penalties_and_bias_on_the_device(model_dir):
 
 def test_graphs_are_captured_again_exactly_when_an_address_moved(model_dir):
     model = engine(model_dir)
-    graphs, target = model.runner.decode_graph, model.runner.target
+    graphs, target = model.runner.graphs, model.runner.target
     assert graphs.num_captured() == len(SIZES)
     prompts = prompts_for(128, [9, 30])
     before = [s.output_ids for s in model.generate(prompts, GREEDY)]

@@ -12,6 +12,7 @@ from rollout_engine.batch.schedule import SampleRow
 from rollout_engine.models.layers import rotate
 from rollout_engine.ops import fused
 from rollout_engine.ops.decode_attention import attend
+from rollout_engine.ops.host_reads import fetch
 from rollout_engine.runner.sampler import NO_TOKEN, sample
 from rollout_engine.sampling import SamplingParams
 
@@ -174,3 +175,32 @@ def test_decode_attention_equals_sdpa_in_float32(splits, heads, kv_heads, head_d
     assert (out.cpu().float() - wanted).norm() / wanted.norm() < 5e-3
     alone = attend(q[5:6], k, v, table.to(DEVICE), rows[5:6].to(DEVICE), lens[5:6], page_size, splits)
     assert torch.equal(alone, out[5:6]), "a row's result depends on the rows beside it"
+
+
+@pytest.mark.parametrize("num_words", [1, 2, 5, 1024, 1025, 100_003])
+def test_a_kernel_fetches_what_the_host_wrote_last(num_words):
+    pinned = torch.zeros(num_words * 8, dtype=torch.uint8, pin_memory=True)
+    target = torch.zeros(num_words * 8 + 16, dtype=torch.uint8, device=DEVICE)
+    for value in (3, 250):
+        pinned.fill_(value)
+        fetch(target[8:-8], pinned)
+        torch.cuda.synchronize()
+        assert bool((target[8:-8] == value).all())
+        assert not target[:8].any()
+        assert not target[-8:].any()
+
+
+def test_packed_arrays_keep_their_values_while_the_slots_go_round():
+    packer = Packer(torch.device(DEVICE), fetch)
+    rng = np.random.default_rng(0)
+    arrays = [
+        [rng.integers(0, 1 << 40, (3, 5)), rng.random(7).astype(np.float32), rng.random(1) < 0.5]
+        for _ in range(40)
+    ]
+    put = [packer.put(some) for some in arrays]
+    for some, tensors in zip(arrays, put, strict=True):
+        for array, tensor in zip(some, tensors, strict=True):
+            assert np.array_equal(tensor.cpu().numpy(), array)
+    filled = torch.zeros(5, 3, dtype=torch.int64, device=DEVICE)
+    packer.fill(filled, arrays[0][0])
+    assert np.array_equal(filled.cpu().numpy().reshape(3, 5), arrays[0][0])

@@ -23,7 +23,7 @@ from tests.unit.weight_updater.tiny_target import (
 )
 from weight_updater import device_sink, from_disk, from_tensor
 from weight_updater.checksum import checksum
-from weight_updater.device_copies import HostRing, Lane
+from weight_updater.device_copies import HostRing
 from weight_updater.device_sink import DeviceSink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import plan_update
@@ -39,7 +39,7 @@ class LateCopies:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._queued: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._num_done = 0
+        self.num_done = 0
         self.most_queued = 0
         self.most_bytes_queued = 0
         self.num_followed = 0
@@ -53,7 +53,7 @@ class LateCopies:
 
     def mark(self) -> LateMark:
         with self._lock:
-            return LateMark(self, self._num_done + len(self._queued))
+            return LateMark(self, self.num_done + len(self._queued))
 
     def finish(self) -> None:
         self.mark().wait()
@@ -69,15 +69,18 @@ class LateCopies:
 
     def carry_out(self, until: int) -> None:
         with self._lock:
-            while self._num_done < until:
+            while self.num_done < until:
                 destination, source = self._queued.pop(0)
                 destination.copy_(source)
-                self._num_done += 1
+                self.num_done += 1
 
 
 class LateMark:
     def __init__(self, copies: LateCopies, position: int) -> None:
         self._copies, self._position = copies, position
+
+    def done(self) -> bool:
+        return self._copies.num_done >= self._position
 
     def wait(self) -> None:
         self._copies.carry_out(self._position)
@@ -199,16 +202,34 @@ def test_an_ended_update_takes_nothing_more_and_its_copies_have_ended():
 
 def test_a_slot_is_given_again_only_after_its_bytes_have_left_it():
     copies = LateCopies()
-    lane = Lane([torch.zeros(8, dtype=torch.uint8) for _ in range(2)], copies)
     arrived = torch.zeros(5, 8, dtype=torch.uint8)
-    for turn in range(5):
-        slot, view = lane.next()
-        view[:] = bytes([turn + 1] * 8)
-        copies.copy(arrived[turn], slot)
-        lane.sent()
-    copies.finish()
+
+    def read(passage):
+        for turn in range(5):
+            slot = passage.take()
+            slot.view[:] = bytes([turn + 1] * 8)
+            passage.fill(slot, turn)
+        passage.end()
+
+    with HostRing(torch.zeros(16, dtype=torch.uint8), 8).passage(copies) as passage:
+        with ThreadPoolExecutor(1) as pool:
+            reader = pool.submit(read, passage)
+            for data, turn in passage.arrivals(1):
+                copies.copy(arrived[turn], data)
+            reader.result()
+        copies.finish()
     assert arrived[:, 0].tolist() == [1, 2, 3, 4, 5]
     assert copies.most_queued == 2
+
+
+def test_a_copier_that_stops_leaves_no_reader_waiting_for_a_slot():
+    ring = HostRing(torch.zeros(16, dtype=torch.uint8), 8)
+    with ring.passage(LateCopies()) as passage, ThreadPoolExecutor(3) as pool:
+        assert passage.take()
+        assert passage.take()
+        readers = [pool.submit(passage.take) for _ in range(3)]
+        passage.stop()
+        assert [reader.result(timeout=10) for reader in readers] == [None] * 3
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -1,6 +1,8 @@
 import json
 import os
+import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,14 @@ def test_a_file_of_the_library_loads_without_checksums(tmp_path: Path) -> None:
     )
 
 
+def test_checksums_by_name_are_read_too(tmp_path: Path) -> None:
+    """As an earlier writer kept them."""
+    sums = {name: f"{checksum(tensor):016x}" for name, tensor in weights().items() if name != "b.weight"}
+    safetensors.torch.save_file(weights(), tmp_path / SINGLE, {CHECKSUMS_KEY: json.dumps(sums)})
+    found = {spec.name: spec.checksum for spec, _, _ in read_headers(str(tmp_path))}
+    assert found == {name: checksum(tensor) for name, tensor in weights().items()} | {"b.weight": None}
+
+
 def test_checksums_can_be_left_out(tmp_path: Path) -> None:
     save_weights(str(tmp_path), weights().items(), checksums=False)
     assert all(spec.checksum is None for spec, _, _ in read_headers(str(tmp_path)))
@@ -172,6 +182,12 @@ def test_empty_directories_and_directories_named_like_files(tmp_path: Path) -> N
     assert "does not exist" in refused(tmp_path, Reason.FILE_NOT_FOUND)
 
 
+def with_digits(change: Callable[[bytes], bytes], after: bytes = b"") -> Callable[[bytes], bytes]:
+    """Changes the checksums in a file; `after`: bytes to put behind them, so that the file stays as long."""
+    known = re.compile(b'(?<="%s":")([0-9a-f]+)"' % CHECKSUMS_KEY.encode())
+    return lambda data: known.sub(lambda found: change(found[1]) + b'"' + after, data)
+
+
 def lfs_pointer(data: bytes) -> bytes:
     return b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1\n"
 
@@ -197,10 +213,10 @@ def lfs_pointer(data: bytes) -> bytes:
         (lambda d: d.replace(b'"c.weight"', b'"d.weight"'), "a key is there twice"),
         (lambda d: d.replace(b'"shape"', b'"shale"'), "lacks dtype, shape or data_offsets"),
         (lambda d: d.replace(b'"format":"pt"', b'"format":1   '), "not a map of strings"),
-        (
-            lambda d: d.replace(CHECKSUMS_KEY.encode() + b'":"{\\"', CHECKSUMS_KEY.encode() + b'":"[\\"'),
-            "JSON",
-        ),
+        (with_digits(lambda digits: b'{\\"a": ' + digits[8:]), "invalid JSON"),
+        (with_digits(lambda digits: b"x" + digits[1:]), "is not hexadecimal"),
+        (with_digits(lambda digits: b"  " + digits[2:]), "which are 16 each"),
+        (with_digits(lambda digits: digits[16:], b" " * 16), "which are 16 each"),
     ],
 )
 @pytest.mark.parametrize("sharded", [False, True])
@@ -345,12 +361,22 @@ def test_a_header_is_parsed_again_if_its_bytes_are_others(tmp_path: Path, max_sh
         with open_checkpoint(str(tmp_path), headers=headers) as checkpoint:
             return checkpoint
 
+    columns = []
     for seed in (0, 1):
         save_weights(str(tmp_path), weights(seed).items(), max_shard_bytes=max_shard_bytes)
         first, again = read(), read()
-        assert all(a is b for a, b in zip(first.tensors, again.tensors, strict=True))
-        for stored in again.tensors:
-            assert stored.spec.checksum == checksum(weights(seed)[stored.spec.name])
+        assert all(a is b for a, b in zip(first.stored, again.stored, strict=True))
+        assert [spec.checksum for spec in again.manifest.tensors] == [
+            checksum(weights(seed)[name]) for name in again.manifest.columns.names
+        ]
+        columns.append(again.manifest.columns)
+    assert columns[0] is columns[1]  # what is the same is not worked out again
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(with_digits(lambda digits: b"  " + digits[2:])(file.read_bytes()))
+    with pytest.raises(UpdateRefused, match="which are 16 each"):
+        read()
+    save_weights(str(tmp_path), weights(2).items(), max_shard_bytes=max_shard_bytes)
+    assert read().manifest.checksums[0] == checksum(weights(2)[read().manifest.columns.names[0]])
     if max_shard_bytes > 200:  # another size of the same file: the header alone does not say that
         os.truncate(tmp_path / SINGLE, os.path.getsize(tmp_path / SINGLE) - 2)
         with pytest.raises(UpdateRefused, match="incomplete metadata"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,8 @@ from weight_updater.arena import Arena, SlotSpec, StorageSpec, WeightTarget
 from weight_updater.checksum import SMALL_BYTES, checksum, finish, has_nonfinite, is_small
 from weight_updater.errors import UpdateRefused
 from weight_updater.plan import slot_nbytes
-from weight_updater.slot_scan import scan_rows, slot_checksums
+from weight_updater.slot_scan import slot_checksums
+from weight_updater.small import scan_rows
 
 
 def experts(dtype: torch.dtype) -> WeightTarget:
@@ -46,10 +48,10 @@ def test_slots_hash_alike_together_and_alone(dtype: torch.dtype) -> None:
     nonfinite = []
     for nbytes in {sizes[name] for name in small}:
         members = [name for name in small if sizes[name] == nbytes]
-        offsets = [target.arena.placements[name].offset for name in members]
-        totals, bad = scan_rows(target.buffer, offsets, nbytes, dtype)
-        assert [finish(total, nbytes) for total in totals] == [expected[name] for name in members]
-        assert bad == [has_nonfinite(target.slot(name)) for name in members]
+        offsets = np.array([target.arena.placements[name].offset for name in members])
+        totals, bad = scan_rows(target.buffer.numpy(), offsets, nbytes, dtype)
+        assert [finish(total, nbytes) for total in totals.tolist()] == [expected[name] for name in members]
+        assert bad.tolist() == [has_nonfinite(target.slot(name)) for name in members]
         nonfinite += itertools.compress(members, bad)
     assert sorted(nonfinite) == ["s250", "s7"]
     assert not is_small(target.arena.sizes["s305"])

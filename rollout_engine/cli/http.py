@@ -1,0 +1,53 @@
+"""`rollsync http`: SGLang's and vLLM's paths in front of a running engine."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated
+
+import typer
+
+from rollout_engine.cli.output import (
+    DEFAULT_ADDRESS,
+    EXIT_USAGE,
+    AddressOption,
+    CaOption,
+    CertOption,
+    KeyOption,
+    TokenOption,
+    fail,
+    tls_of,
+)
+
+
+def http(
+    address: AddressOption = DEFAULT_ADDRESS,
+    host: Annotated[str, typer.Option(help="Others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")] = 30000,
+    token: TokenOption = None,
+    tls_ca: CaOption = None,
+    tls_cert: CertOption = None,
+    tls_key: KeyOption = None,
+) -> None:
+    """Serve HTTP for trainers that speak SGLang's or vLLM's reinforcement-learning paths."""
+    if token is None and not _is_loopback(host):
+        message = f"--host {host} is not loopback: set a token (ROLLSYNC_TOKEN), as the engine does"
+        fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
+    try:
+        import uvicorn
+
+        from trainers_adapters.http_facade import create_app
+    except ModuleNotFoundError as error:
+        message = f"{error.name} is missing; pip install 'rollsync[http]'"
+        fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
+    app = create_app(address, token=token, tls=tls_of(tls_ca, tls_cert, tls_key))
+    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,158 @@
+"""What the runners of captured passes share, and all of them together as the updater sees them.
+
+A graph remembers addresses: of the weights, of the KV pool, of the buffers that feed it. Each runner keeps
+the identities of what it captured, so that whoever moves something can be told, and graphs are captured again
+exactly then. All graphs take their memory from one pool: they are replayed one after the other, and what has
+to outlive a graph lies outside.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from rollout_engine.batch.schedule import ScheduleBatch
+from rollout_engine.runner.pending import PendingStep
+
+Identity = tuple[int, tuple[int, ...], torch.dtype]
+"""Address, shape and dtype of captured storage."""
+
+
+class Graph(Protocol):
+    """Work that was captured."""
+
+    def replay(self) -> None: ...
+
+
+Capture = Callable[[Callable[[], object], Any], Graph]
+"""(work, memory pool) -> a graph that does the work when it is replayed; it is not done now."""
+
+
+def capture_graph(work: Callable[[], object], pool: Any) -> Graph:
+    """Capture what `work` enqueues on the current stream, which must not be the default one.
+
+    Other threads may use the device meanwhile, but neither allocate nor register memory on it.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool, capture_error_mode="thread_local")
+    try:
+        work()
+    finally:
+        graph.capture_end()
+    return graph
+
+
+def smallest_fit(sizes: Sequence[int], needed: int) -> int | None:
+    """The smallest of ascending sizes that is at least `needed`; None where there is none."""
+    at = bisect_left(sizes, needed)
+    return sizes[at] if at < len(sizes) else None
+
+
+class CapturedStorages:
+    """Storage whose addresses graphs remember, and what it was when they were captured.
+
+    Args:
+        storages: by name; the objects stay the same for good, what lies behind them may move.
+    """
+
+    def __init__(self, storages: dict[str, torch.Tensor]) -> None:
+        self._storages = storages
+        self._identities: dict[str, Identity] = {}
+
+    def note(self) -> None:
+        """Everything was captured as it is now."""
+        self._identities = {name: _identity(tensor) for name, tensor in self._storages.items()}
+
+    def forget(self) -> None:
+        """Nothing is captured."""
+        self._identities.clear()
+
+    def moved(self) -> list[str]:
+        """Names of storage whose address, shape or dtype is no longer what was captured."""
+        return [
+            name for name, identity in self._identities.items() if _identity(self._storages[name]) != identity
+        ]
+
+
+def _identity(tensor: torch.Tensor) -> Identity:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+
+
+class GraphRunner(Protocol):
+    """Replays captured forward passes of one kind."""
+
+    def can_run(self, batch: ScheduleBatch) -> bool:
+        """Whether a captured pass gives everything that `batch` asks for."""
+        ...
+
+    def run(self, batch: ScheduleBatch) -> PendingStep:
+        """Replay the pass of the smallest size that fits, and sample."""
+        ...
+
+    def capture(self, pool: Any) -> None:
+        """Capture every size into a memory pool, on the current stream."""
+        ...
+
+    def release(self) -> None:
+        """Free every graph; passes run uncaptured until `capture`."""
+        ...
+
+    def num_captured(self) -> int:
+        """How many passes are captured."""
+        ...
+
+    def moved(self) -> list[str]:
+        """Captured storage that moved since."""
+        ...
+
+
+class Graphs:
+    """The graphs of all runners; weight_updater's GraphHooks.
+
+    Args:
+        runners: in the order in which they are captured.
+        stream: the one that they replay on.
+    """
+
+    def __init__(self, runners: Sequence[GraphRunner], stream: torch.cuda.Stream) -> None:
+        self._runners = runners
+        self._stream = stream
+
+    def capture(self) -> None:
+        """Capture everything anew. The device must be idle. Old graphs are freed first, all of them."""
+        self.release()
+        torch.cuda.synchronize(self._stream.device)
+        torch.cuda.empty_cache()  # gives the memory of the old graphs back
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                for runner in self._runners:
+                    runner.capture(pool)
+        except BaseException:
+            self.release()  # some of the sizes of a runner are worse than none
+            raise
+        self._stream.synchronize()
+
+    def release(self) -> None:
+        """Free every graph."""
+        for runner in self._runners:
+            runner.release()
+
+    def num_captured(self) -> int:
+        """How many passes are captured."""
+        return sum(runner.num_captured() for runner in self._runners)
+
+    def moved(self) -> list[str]:
+        """Captured storage that moved since, each name once."""
+        return list(dict.fromkeys(name for runner in self._runners for name in runner.moved()))
+
+    def check_recapture(self) -> None:
+        """Nothing can be missing: old graphs give back the memory that new ones take."""
+
+    def recapture(self) -> int:
+        """Capture every pass again; returns how many. The device must be idle."""
+        self.capture()
+        return self.num_captured()

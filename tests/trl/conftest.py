@@ -1,0 +1,39 @@
+"""Tests of the TRL adapter with the real TRL: `make trl`, in an environment of its own.
+
+Where TRL is not installed nothing here is even imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines import RunningEngine, serve
+
+collect_ignore_glob = [] if importlib.util.find_spec("trl") else ["test_*.py"]
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "trl: needs TRL; run by `make trl`")
+    config.addinivalue_line("filterwarnings", "ignore::FutureWarning")  # of TRL about transformers
+
+
+@pytest.fixture(scope="session")
+def chat_model_dir(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
+    """A tiny random Llama with SmolLM2's tokenizer and chat template, float32. Read only."""
+    from tests.trl.trainers import make_chat_model
+
+    return make_chat_model(tmp_path_factory.mktemp("tiny-chat"), smollm2_dir)
+
+
+@pytest.fixture(scope="module")
+def engine(chat_model_dir: Path) -> Iterator[RunningEngine]:
+    """One engine for a module's tests, over chat_model_dir."""
+    with serve(chat_model_dir, "--num-pages", "512") as running:
+        yield running

@@ -1,0 +1,1 @@
+"""Adapters of trainer frameworks, one module for each; a framework is imported when its adapter is used."""

@@ -1,0 +1,88 @@
+"""The application: who may call, how errors look, which routers there are."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from trainers_adapters.connection import Tls
+from trainers_adapters.errors import RollsyncError
+from trainers_adapters.http_facade import sglang, vllm
+from trainers_adapters.http_facade.engine import Engine
+
+OPEN_PATHS = {"/health", "/liveness"}
+
+HTTP_STATUS = {
+    "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
+    "UNAUTHENTICATED": HTTPStatus.UNAUTHORIZED,
+    "PERMISSION_DENIED": HTTPStatus.FORBIDDEN,
+    "NOT_FOUND": HTTPStatus.NOT_FOUND,
+    "ALREADY_EXISTS": HTTPStatus.CONFLICT,
+    "ABORTED": HTTPStatus.CONFLICT,
+    "FAILED_PRECONDITION": HTTPStatus.CONFLICT,
+    "DATA_LOSS": HTTPStatus.UNPROCESSABLE_ENTITY,
+    "RESOURCE_EXHAUSTED": HTTPStatus.TOO_MANY_REQUESTS,
+    "UNIMPLEMENTED": HTTPStatus.NOT_IMPLEMENTED,
+    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
+    "DEADLINE_EXCEEDED": HTTPStatus.GATEWAY_TIMEOUT,
+}
+
+
+def create_app(address: str, *, token: str | None = None, tls: Tls | None = None) -> FastAPI:
+    """The facade of the engine at `address`.
+
+    Args:
+        token: the engine's; callers of the facade must present it too.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with Engine.connect(address, token, tls) as engine:
+            app.state.engine = engine
+            yield
+
+    app = FastAPI(title="rollsync", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.include_router(sglang.router)
+    app.include_router(vllm.router)
+    app.add_exception_handler(RollsyncError, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    expected = None if token is None else token.encode()
+
+    @app.middleware("http")
+    async def allowed(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        if expected is not None and request.url.path not in OPEN_PATHS:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), expected):
+                return error_response(
+                    HTTPStatus.UNAUTHORIZED,
+                    "UNAUTHENTICATED",
+                    "this engine wants a token: send `authorization: Bearer TOKEN`",
+                )
+        return await call_next(request)
+
+    return app
+
+
+def error_response(status: HTTPStatus, reason: str, message: str) -> JSONResponse:
+    """One shape for every error: `error.type` is the engine's own word for it."""
+    error = {"type": reason, "message": message, "code": int(status)}
+    return JSONResponse({"success": False, "message": message, "error": error}, status_code=int(status))
+
+
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RollsyncError)
+    status = HTTP_STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+    return error_response(status, error.reason or error.code, error.message)
+
+
+async def _invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    return error_response(HTTPStatus.BAD_REQUEST, "INVALID_REQUEST", f"{where or 'the body'}: {first['msg']}")

@@ -1,0 +1,258 @@
+"""What the paths take, field by field. A field that is not here is refused by name, never ignored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from trainers_adapters.rollout_calls import Sampling
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+# ---------------------------------------------------------------- SGLang's
+
+
+class SglangSampling(Body):
+    """`sampling_params` of /generate, with SGLang's defaults."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    n: int = Field(default=1, ge=1)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    sampling_seed: int | None = None
+    # Of the text alone; ids are always whole here, so these change nothing that a trainer reads.
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+    def to_sampling(self) -> Sampling:
+        return _sampling(
+            n=self.n,
+            max_tokens=self.max_new_tokens,
+            min_tokens=self.min_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logit_bias=self.logit_bias,
+            seed=self.sampling_seed,
+        )
+
+
+class SglangGenerate(Body):
+    """/generate: one prompt, or a list of them."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: SglangSampling | list[SglangSampling] = SglangSampling()
+    rid: str | list[str] | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = Field(default=0, ge=0)
+    stream: bool = False
+    priority: int = 0
+
+    @model_validator(mode="after")
+    def _one_kind_of_prompt(self) -> SglangGenerate:
+        if (self.text is None) == (self.input_ids is None):
+            raise ValueError("give either text or input_ids")
+        for name in ("sampling_params", "rid"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != len(self.prompts):
+                raise ValueError(f"{len(self.prompts)} prompts come with {len(value)} {name}")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if self.text is not None:
+            return list(self.text) if isinstance(self.text, list) else [self.text]
+        return list(self.input_ids) if self.is_many else [self.input_ids]  # type: ignore
+
+    @property
+    def is_many(self) -> bool:
+        """Whether the answer is a list: the prompts came as one."""
+        if self.text is not None:
+            return isinstance(self.text, list)
+        return bool(self.input_ids) and isinstance(self.input_ids[0], list)  # type: ignore[index]
+
+
+class FromDisk(Body):
+    """/update_weights_from_disk."""
+
+    model_path: str
+    weight_version: str | int | None = None
+    abort_all_requests: bool = False
+    load_format: str | None = None
+    flush_cache: bool = True
+    is_async: bool = False
+    torch_empty_cache: bool = False
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+
+
+class FromDistributed(Body):
+    """/update_weights_from_distributed; the sender is a trainers_adapters.SenderGroup."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    weight_version: str | int | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+    load_format: str | None = None
+    bucket_bytes: int = 0
+
+
+class InitGroupBody(Body):
+    """/init_weights_update_group."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int = 1
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = ""
+
+
+class GroupName(Body):
+    group_name: str = "weight_update_group"
+
+
+class Tags(Body):
+    """Memory by tag; none means all."""
+
+    tags: list[str] | None = None
+
+
+class PauseBody(Body):
+    """/pause_generation: abort, retract (free their pages) or in_place (keep them)."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class AbortBody(Body):
+    rid: str | list[str] = ""
+    abort_all: bool = False
+
+
+class CheckerBody(Body):
+    action: str
+
+
+# ---------------------------------------------------------------- vLLM's
+
+
+class VllmSampling(Body):
+    """`sampling_params` of /inference/v1/generate, with vLLM's defaults."""
+
+    n: int = Field(default=1, ge=1)
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+
+    def to_sampling(self) -> Sampling:
+        return _sampling(
+            n=self.n,
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logit_bias=self.logit_bias,
+            seed=self.seed,
+            top_logprobs=self.logprobs,
+            prompt_logprobs=None if self.prompt_logprobs is None else True,
+        )
+
+
+class VllmGenerate(Body):
+    """/inference/v1/generate: token ids in, token ids out."""
+
+    token_ids: list[int]
+    sampling_params: VllmSampling = VllmSampling()
+    request_id: str = ""
+    model: str | None = None
+    stream: Literal[False] = False
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class VllmCompletion(VllmSampling):
+    """/v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    model: str | None = None
+    stream: Literal[False] = False
+    echo: Literal[False] = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    user: str | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        many = bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return cast("list[str | list[int]]", list(self.prompt) if many else [self.prompt])
+
+
+class WeightDir(Body):
+    """/update_weights: a directory of safetensors."""
+
+    weight_dir: str
+    weight_version: str | int | None = None
+
+
+class AbortRequests(Body):
+    request_ids: list[str] = Field(default_factory=list)
+
+
+def _sampling(**values: Any) -> Sampling:
+    """Without what was left out, so that the engine's own defaults hold."""
+    return cast(Sampling, {name: value for name, value in values.items() if value is not None})
