@@ -302,7 +302,7 @@ def plot(history: list[dict[str, float]], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     steps = range(1, len(history) + 1)
     rewards = [step["reward"] for step in history]
@@ -316,6 +316,8 @@ def plot(history: list[dict[str, float]], file: Path) -> None:
     right.plot(steps, [step["value_loss"] for step in history], color="tab:green", label="value loss")
     right.set(title="KL (nats a token), value loss", xlabel="step", ylim=(0, None))
     right.legend(loc="upper left", frameon=False)
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=100)
 

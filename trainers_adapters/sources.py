@@ -70,8 +70,8 @@ class ModuleSource:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether a parameter of `module` belongs to an adapter."""
-    return any(is_adapter_name(name) for name, _ in module.named_parameters())
+    """Whether `module` holds adapters; asked of modules, since a sharded one may not show its parameters."""
+    return any(is_adapter_name(name) for name, _ in module.named_modules())
 
 
 def source_of(module: nn.Module, *, dtype: torch.dtype | None = None) -> Source:

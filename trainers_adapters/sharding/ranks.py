@@ -69,6 +69,14 @@ class RankFailed(PushError):
         super().__init__("ABORTED", "RANK_FAILED", message)
         self.rank = rank
 
+    def after(self, version: int) -> RankFailed:
+        """The same, where the engines had committed `version` before a rank was lost; 0: they had not."""
+        if not version:
+            return self
+        failed = RankFailed(f"{self.message}; the engines had committed version {version} by then", self.rank)
+        failed.version = version
+        return failed
+
 
 class Ranks:
     """ALL RANKS of a group, in step.

@@ -206,13 +206,15 @@ class ShardedSource:
             finally:
                 self._refuse(asked)
         failure = future.exception()
-        if self._lost is not None:
-            raise self._lost from failure
+        number = number_of(future.result()) if failure is None else 0
+        try:
+            if self._lost is not None:
+                raise self._lost
+            self._ranks.agree(Word(Kind.END, number) if failure is None else _given_up(failure))
+        except RankFailed as error:
+            raise error.after(number) from failure
         if failure is not None:
-            self._ranks.agree(Word(Kind.GIVEN_UP, text=_described(failure)))
             raise failure
-        number = number_of(future.result())
-        self._ranks.agree(Word(Kind.END, number))
         return future.result(), number
 
     def _answer(self, queued: queue.SimpleQueue[_Asked | None]) -> None:
@@ -324,8 +326,9 @@ def _nbytes(part: Part) -> int:
     return math.prod(part.leaf.shape) * part.leaf.dtype.itemsize
 
 
-def _described(error: BaseException) -> str:
-    """An error as code, reason and message in one text; the message may be cut off."""
+def _given_up(error: BaseException) -> Word:
+    """An error of `work` as code, reason and message; the message may be cut off."""
+    said = ("UNKNOWN", type(error).__name__, first_line(error))
     if isinstance(error, RollsyncError):
-        return "\0".join((error.code, error.reason, error.message))
-    return "\0".join(("UNKNOWN", type(error).__name__, first_line(error)))
+        said = (error.code, error.reason, error.message)
+    return Word(Kind.GIVEN_UP, text="\0".join(said))

@@ -15,7 +15,8 @@ from tests import children
 from tests.unit.adapters.fake_engine import FakeEngine, serving
 from tests.unit.adapters.sharded_nets import WAYS, Net
 from tests.unit.adapters.sharded_ranks import ask_all, two_ranks
-from trainers_adapters import ShardedSource
+from trainers_adapters import RankFailed, ShardedSource, WeightsClient, push_sharded
+from trainers_adapters.sharding.ranks import Kind, Word
 from weight_updater.checksum import checksum
 
 COMPUTING = [way for way in WAYS if way != "zero3"]  # the stand-in's modules do not compute
@@ -243,6 +244,26 @@ def test_other_errors_of_rank_0_reach_every_rank(pair: Pair) -> None:
     assert (one["kind"], other["kind"]) == ("ValueError", "PushError")
     assert "at least one engine" in other["error"]
     assert_goes_on(pair)
+
+
+def test_a_rank_that_is_lost_after_the_commit_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = ShardedSource(Net())
+    agree = source._ranks.agree
+
+    def lost(word: Word) -> Word:
+        if word.kind == Kind.END:
+            raise RankFailed("a rank is gone")
+        return agree(word)
+
+    monkeypatch.setattr(source._ranks, "agree", lost)
+    engine = FakeEngine()
+    with (
+        serving(engine) as address,
+        WeightsClient(address) as client,
+        pytest.raises(RankFailed, match="the engines had committed version 1 by then") as said,
+    ):
+        push_sharded(source, client)
+    assert said.value.version == engine.version == 1
 
 
 def test_one_process_alone_is_a_group_of_one() -> None:
