@@ -2,6 +2,8 @@
 # make test    set up, then run the tests
 # make lint    ruff, mypy and the import contracts
 # make bench   the benchmarks: a table with floors and ratios, and JSON
+# make soak MINUTES=10   faults at random on real processes; adds to tests/faults/counts.json
+# make load    64 clients generate while 1,000 updates cycle through the paths: a table
 # make gpu     the tests that need a CUDA device
 # make bench-gpu [ROWS=a,b]   the goals on a GPU beside their floors; ROWS=list names them
 # make proto   regenerate the stubs of proto/ in a throw-away environment
@@ -25,9 +27,10 @@ endif
 GPU_STAMP := $(VENV)/.set-up-gpu
 GPU_READY = $(if $(READY),$(GPU_STAMP))
 ROWS ?=
+MINUTES ?= 10
 BIN = $(shell $(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
-.PHONY: demo test lint bench gpu bench-gpu proto clean set-up
+.PHONY: demo test lint bench soak load gpu bench-gpu proto clean set-up
 .DEFAULT_GOAL := test
 
 set-up: $(READY)
@@ -61,6 +64,12 @@ lint: $(READY)
 
 bench: $(READY)
 	$(RUN) -m tests.benchmarks
+
+soak: $(READY)
+	$(RUN) -m tests.faults soak --minutes $(MINUTES)
+
+load: $(READY)
+	$(RUN) -m tests.faults.load
 
 gpu: $(GPU_READY)
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu needs a CUDA device and a CUDA build of torch (SETUP=no PYTHON=... uses one that is there)")'

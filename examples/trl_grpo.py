@@ -3,7 +3,8 @@
     rollsync serve --model MODEL --dtype float32 --num-pages 256        (in another terminal)
     python examples/trl_grpo.py MODEL
 
-A reply that is only a number earns 0.5, the right number 0.5 more. Needs `pip install 'rollsync[trl]'`.
+A reply that is only a number earns 0.5, and so does one that holds the right number. Needs TRL:
+`pip install 'rollsync[trl]'`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def reward(completions: list[Any], answer: list[int], **rest: Any) -> list[float
     """Of each reply; `rest` holds its weight_version, among other things."""
     texts = [completion[0]["content"].strip() for completion in completions]
     return [
-        (1.0 if int(text) == right else 0.5) if re.fullmatch(r"\d+", text) else 0.0
+        0.5 * bool(re.fullmatch(r"\d+", text)) + 0.5 * (str(right) in re.findall(r"\d+", text))
         for text, right in zip(texts, answer, strict=True)
     ]
 
@@ -67,7 +68,7 @@ def main() -> None:
         per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES,
         num_generations=NUM_SAMPLES,
         max_completion_length=12,
-        learning_rate=1e-5,
+        learning_rate=5e-5,
         lr_scheduler_type="constant",
         bf16=False,  # as the engine, so that log-probabilities can be compared
         gradient_checkpointing=False,
@@ -77,6 +78,8 @@ def main() -> None:
         disable_tqdm=True,
     )
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    for part in (model.get_input_embeddings(), *model.model.layers[:20]):  # the last ten layers learn it
+        part.requires_grad_(False)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,

@@ -1,10 +1,12 @@
-"""Frames between the front process and the engine process: 4-byte little-endian length, then bytes.
+"""Frames between the engine process and others: 4-byte little-endian length, then bytes.
 
-The engine's side is threads (the front's is asyncio, in server/engine_client.py).
+The engine's side is threads, and so is that of a receiver of chunks (the front's is asyncio, in
+server/engine_client.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -23,9 +25,9 @@ class Channel:
         self._stream = sock.makefile("rb", buffering=1 << 20)
         self._send_lock = threading.Lock()
 
-    def send(self, event: messages.Event) -> None:
-        """Send one event whole. A front that is gone is noticed by `frames`, so it is not an error here."""
-        payload = messages.encoder.encode(event)
+    def send(self, message: messages.Event | messages.Command) -> None:
+        """Send one message whole. An end that is gone is noticed by `frames`, so it is not an error here."""
+        payload = messages.encoder.encode(message)
         try:
             with self._send_lock:
                 self._sock.sendall(HEADER.pack(len(payload)) + payload)
@@ -34,15 +36,33 @@ class Channel:
 
     def frames(self) -> Iterator[bytes]:
         """Yield the payload of each frame until the other end closes or dies."""
-        stream = self._stream
-        while len(header := stream.read(HEADER.size)) == HEADER.size:
+        while len(header := self._read(HEADER.size)) == HEADER.size:
             (length,) = HEADER.unpack(header)
-            payload = stream.read(length)
+            payload = self._read(length)
             if len(payload) < length:
                 return
             yield payload
 
+    def _read(self, nbytes: int) -> bytes:
+        """The next bytes; fewer where the other end closed, or died with something unread."""
+        try:
+            found: bytes = self._stream.read(nbytes)
+        except ConnectionResetError:
+            return b""
+        return found
+
     def commands(self) -> Iterator[messages.Command]:
-        """Yield decoded commands until the front closes or dies."""
+        """ENGINE. Yield decoded commands until the other end closes or dies."""
         for payload in self.frames():
             yield messages.command_decoder.decode(payload)
+
+    def events(self) -> Iterator[messages.Event]:
+        """RECEIVER. Yield decoded events until the engine closes or dies."""
+        for payload in self.frames():
+            yield messages.event_decoder.decode(payload)
+
+    def close(self) -> None:
+        """Close this end; a thread that reads it ends."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()

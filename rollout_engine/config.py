@@ -54,6 +54,9 @@ class ServeConfig(BaseSettings):
     """Limit of one gRPC message in either direction; the default is a default client's own."""
     upload_slots: int = Field(8, ge=2, le=1024)
     """Slots of the shared-memory ring between the processes, each of `max_message_bytes`."""
+    stream_receivers: int | None = Field(None, ge=0, le=16)
+    """Processes that take chunks of weights at ports of their own, started by the first update that streams;
+    0 leaves the stream to the front. By default one for every four cores, and from one to four."""
     weights_roots: tuple[Path, ...] = ()
     """Directories that disk updates may read below; `model` is always allowed."""
 
@@ -141,6 +144,13 @@ class ServeConfig(BaseSettings):
         if weights and (kind != "ipc" or not path):
             raise ValueError(f"is {weights!r}; it must be ipc:FILE, or empty to load by load_format")
         return f"ipc:{Path(path).expanduser().absolute()}" if weights else ""
+
+    @property
+    def num_stream_receivers(self) -> int:
+        """`stream_receivers`, or what it is by default on this machine."""
+        if self.stream_receivers is not None:
+            return self.stream_receivers
+        return max(1, min(4, (os.cpu_count() or 1) // 4))
 
     @property
     def arena_descriptor(self) -> Path | None:

@@ -9,10 +9,10 @@ import torch
 from rollout_engine import messages
 from rollout_engine.errors import EngineError, Reason
 from rollout_engine.flows import Flow, OffLoop, Until
+from rollout_engine.gate import Gate
 from rollout_engine.request_table import RequestTable, too_old
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.scheduler import Scheduler
-from rollout_engine.update_flow import Gate
 from rollout_engine.uploads import Uploads
 from weight_updater.checksum import fold_by_name
 from weight_updater.errors import Reason as UpdateReason
@@ -204,7 +204,7 @@ class Control:
         place = self._runner.target.arena.placements[command.name]
         data = self._runner.target.slot(command.name).reshape(-1).view(torch.uint8)
         piece = data[command.offset : command.offset + command.nbytes]
-        self._uploads.slot(command.slot, piece.numel()).copy_(piece)
+        self._uploads.front_ring.slot(command.slot, piece.numel()).copy_(piece)
         return {
             "dtype": place.dtype,
             "shape": list(place.shape),

@@ -14,6 +14,7 @@ life of an update in update_flow.py, everything else in control.py; engine_main.
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -24,16 +25,19 @@ from rollout_engine.batch.schedule import ScheduleBatch
 from rollout_engine.channel import Channel
 from rollout_engine.control import Control
 from rollout_engine.errors import EngineError
-from rollout_engine.flows import FlowRunner
+from rollout_engine.flows import NUM_WORKERS, FlowRunner
+from rollout_engine.gate import Gate
+from rollout_engine.receiver_links import ReceiverLinks
 from rollout_engine.replies import error_info, to_builtins
 from rollout_engine.request_table import RequestTable
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.runner.pending import PendingStep
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
-from rollout_engine.update_flow import Gate, UpdateFlow
+from rollout_engine.update_flow import UpdateFlow
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import UpdateError
+from weight_updater.requests import MAX_STREAMS
 from weight_updater.updater import WeightUpdater
 
 SNAPSHOT_SECONDS = 0.05
@@ -54,6 +58,7 @@ class Engine:
         scheduler: Scheduler,
         updater: WeightUpdater,
         channel: Channel,
+        receivers: socket.socket | None = None,
         uploads: Uploads,
         info: Callable[[], messages.EngineInfo],
         min_version: int,
@@ -67,7 +72,11 @@ class Engine:
         self._uploads = uploads
         self._info = info
         self._inbox: queue.SimpleQueue[messages.Command | None] = queue.SimpleQueue()
-        self._flows = FlowRunner(wake=lambda: self._inbox.put(None))
+        self._answer_to: dict[int, Channel] = {}  # calls that did not come from the front
+        self._links = None if receivers is None else ReceiverLinks(receivers, uploads, self._take_stream)
+        # A stream keeps its worker from its first chunk to its last; other work must not wait for that.
+        num_workers = NUM_WORKERS + MAX_STREAMS
+        self._flows = FlowRunner(wake=lambda: self._inbox.put(None), num_workers=num_workers)
         self._gate = Gate()
         self._requests = RequestTable(scheduler, max_waiting)
         self._updates = UpdateFlow(
@@ -95,6 +104,8 @@ class Engine:
     def run(self) -> None:
         """Serve until the front goes away or asks to stop."""
         threading.Thread(target=self._read_commands, name="rollsync-channel", daemon=True).start()
+        if self._links is not None:
+            self._links.start()
         while not self._should_stop():
             self._take_commands()
             self._flows.turn()
@@ -175,6 +186,11 @@ class Engine:
             self._inbox.put(command)
         self._inbox.put(messages.Shutdown())  # the front is gone
 
+    def _take_stream(self, command: messages.Update, channel: Channel) -> None:
+        """RECEIVER'S THREAD. An update by a stream that a receiver takes, and wants to be told the end of."""
+        self._answer_to[command.call_id] = channel
+        self._inbox.put(command)
+
     def _take_commands(self) -> None:
         """Handle what has come; sleep a little only if nothing can run."""
         can_run = self._gate.is_open and not self._scheduler.is_idle and self._control.not_serving() is None
@@ -215,6 +231,7 @@ class Engine:
         try:
             result = self._calls[type(command)](command)
         except (EngineError, UpdateError) as error:
+            self._uploads.drop(command.call_id)  # of a stream that no flow will take
             done(None, error)
             return
         if isinstance(result, Generator):
@@ -225,7 +242,8 @@ class Engine:
     def _reply(self, call_id: int, result: Any, error: Exception | None) -> None:
         """Answer a call; the snapshot goes first, so that whoever has the reply sees its effect."""
         self._tell_state()
-        self._channel.send(
+        self._uploads.drop(call_id)  # of a stream that was refused before it was looked at, too
+        self._answer_to.pop(call_id, self._channel).send(
             messages.Reply(
                 call_id,
                 to_builtins(result),

@@ -41,13 +41,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the engine until the front closes the socket. Returns the exit code."""
     parser = argparse.ArgumentParser(description="rollsync's engine process; started by `rollsync serve`")
     parser.add_argument("--fd", type=int, required=True, help="socket to the front process")
-    fd = parser.parse_args(arguments).fd
+    parser.add_argument("--receivers-fd", type=int, help="socket that brings sockets to receivers of chunks")
+    given = parser.parse_args(arguments)
     sys.setswitchinterval(GIL_SWITCH_SECONDS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    channel = Channel(socket.socket(fileno=fd))
+    channel = Channel(socket.socket(fileno=given.fd))
+    receivers = None if given.receivers_fd is None else socket.socket(fileno=given.receivers_fd)
     try:
         config = ServeConfig.model_validate_json(next(iter(channel.frames())))
-        build(config, channel).run()
+        build(config, channel, receivers).run()
     except (ConfigError, EngineError, UpdateError) as error:
         channel.send(Failed(_start_error(error)))
         return 1
@@ -65,8 +67,11 @@ def _start_error(error: ConfigError | EngineError | UpdateError) -> ErrorInfo:
     return error_info(error)
 
 
-def build(config: ServeConfig, channel: Channel) -> Engine:
+def build(config: ServeConfig, channel: Channel, receivers: socket.socket | None = None) -> Engine:
     """Load the model, size the pool, compose the engine, and tell the front that it is ready.
+
+    Args:
+        receivers: brings sockets to receivers of chunks.
 
     Raises:
         ConfigError, EngineError, UpdateError: the model or the configuration cannot be served.
@@ -114,6 +119,7 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
         scheduler=Scheduler(scheduler_limits(config, runner, num_pages)),
         updater=updater,
         channel=channel,
+        receivers=receivers,
         uploads=uploads,
         info=info,
         min_version=config.min_version,
@@ -123,7 +129,8 @@ def build(config: ServeConfig, channel: Channel) -> Engine:
     # What is loaded by now lives as long as the process; no collection of garbage need look at it again.
     gc.collect()
     gc.freeze()
-    channel.send(Ready(info(), uploads.name, uploads.slots, uploads.slot_bytes))
+    ring = uploads.front_ring
+    channel.send(Ready(info(), ring.name, ring.slots, ring.slot_bytes))
     return engine
 
 

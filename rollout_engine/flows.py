@@ -35,6 +35,10 @@ Flow = Generator[OffLoop | Until, Any, Any]
 Done = Callable[[Any, Exception | None], None]
 
 
+NUM_WORKERS = 8
+"""Functions that may run off the loop at once."""
+
+
 class FlowRunner:
     """Advances flows; all methods are called by the loop's thread.
 
@@ -42,7 +46,7 @@ class FlowRunner:
         wake: called from a worker thread when its function has ended, so that a sleeping loop turns.
     """
 
-    def __init__(self, wake: Callable[[], None], num_workers: int = 8) -> None:
+    def __init__(self, wake: Callable[[], None], num_workers: int = NUM_WORKERS) -> None:
         self._wake = wake
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="rollsync-worker")
         self._waiting: list[tuple[Flow, Until | Future[Any], Done]] = []

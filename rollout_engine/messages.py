@@ -123,10 +123,11 @@ class Chunk(Message, frozen=True):
 
 
 class EndOfChunks(Message, frozen=True):
-    """The client's stream ended (complete=True) or broke (False)."""
+    """The client's stream ended (complete=True) or broke (False). reason: why, if it is known."""
 
     call_id: int
     complete: bool
+    reason: str = ""
 
 
 class Prepare(Call, frozen=True):
@@ -368,13 +369,21 @@ class Ready(Message, frozen=True):
     ring_slot_bytes: int
 
 
+class UploadRing(Message, frozen=True):
+    """To a receiver of chunks, once and first: where it puts them."""
+
+    ring_name: str
+    ring_slots: int
+    ring_slot_bytes: int
+
+
 class Failed(Message, frozen=True):
     """The engine could not start, or died; the front reports NOT_SERVING with this reason."""
 
     error: ErrorInfo
 
 
-Event = Reply | Outputs | RequestRefused | ChunkTaken | Snapshot | Ready | Failed
+Event = Reply | Outputs | RequestRefused | ChunkTaken | Snapshot | Ready | UploadRing | Failed
 
 encoder = msgspec.msgpack.Encoder(enc_hook=manifest_to_message)
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(

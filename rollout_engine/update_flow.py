@@ -21,11 +21,13 @@ import torch
 
 from rollout_engine import messages
 from rollout_engine.flows import Flow, OffLoop, Until
+from rollout_engine.gate import Gate, Settled
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.open_update import OpenUpdate
+from weight_updater.receive import Receive
 from weight_updater.requests import (
     BeginReply,
     BeginUpdate,
@@ -41,48 +43,6 @@ from weight_updater.updater import WeightUpdater
 
 MAX_REMEMBERED = 64
 """Committed updates whose reply is kept for callers that ask again; at least as many as WeightUpdater's."""
-
-
-@dataclasses.dataclass(slots=True)
-class Gate:
-    """What may run. The loop asks it before each forward pass; flows and pauses set it."""
-
-    paused_by_user: bool = False
-    parked_by_update: bool = False  # no forward pass may start
-    in_flight: bool = False  # a forward pass was launched and its results are not taken in yet
-    num_draining: int = 0  # somebody waits until sequences in flight have finished
-    parked_at: float = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return not (self.paused_by_user or self.parked_by_update)
-
-    @property
-    def paused_by(self) -> str:
-        return "update" if self.parked_by_update else "user" if self.paused_by_user else ""
-
-    def park(self) -> Flow:
-        """Let no forward pass start, and wait until none is in flight: then the device is the update's."""
-        if not self.parked_by_update:
-            self.parked_by_update, self.parked_at = True, time.monotonic()
-        yield Until(lambda: not self.in_flight)
-
-    def unpark(self) -> float:
-        """Let forward passes start again; returns for how many seconds none could."""
-        if not self.parked_by_update:
-            return 0.0
-        self.parked_by_update = False
-        return time.monotonic() - self.parked_at
-
-
-@dataclasses.dataclass(slots=True)
-class Settled:
-    """What became of the sequences in flight at a commit."""
-
-    num_aborted: int = 0
-    num_recomputed: int = 0
-    num_kept: int = 0
-    wait_seconds: float = 0.0
 
 
 class UpdateFlow:
@@ -112,7 +72,8 @@ class UpdateFlow:
         self._end_too_old = end_too_old
         self._copy_bytes_per_second = copy_bytes_per_second
         self._num_receiving = 0
-        self._feeding_call = -1
+        self._feeds: dict[int, str] = {}  # calls that bring an update's bytes -> the update
+        self._clearing = False  # one of them brings the sequences in flight out of the way
         self._receiving_group = ""
         self._num_working = 0  # flows at work on the open update; its lease waits for them
         self._settled = Settled()
@@ -156,7 +117,7 @@ class UpdateFlow:
         """End an update; a receiver that is still at work has stopped when this replies."""
         found, torn = self._updater.abort(command.update_id)  # from here on the receiver writes nothing
         if found and self._num_receiving:
-            self._uploads.interrupt(self._feeding_call)
+            self._interrupt_ended()
             if group := self._receiving_group:  # a collective ends only with its group
                 yield OffLoop(lambda: self._updater.groups.destroy(group))
             yield Until(lambda: self._num_receiving == 0)
@@ -185,6 +146,7 @@ class UpdateFlow:
         if self._updater.open is not None and (self._num_receiving or self._num_working):
             self._updater.renew(self._updater.open.update_id, 0.0)  # this engine is the one at work
         self._updater.tick(now)
+        self._interrupt_ended()
         if self._updater.open is None and not self._num_working:
             self._release_device()
         if self._updater.torn_reason:
@@ -217,39 +179,53 @@ class UpdateFlow:
     def _receive(self, call_id: int, request: messages.FromAny) -> Flow:
         if request.update_id and (done := self._replay(request.update_id)):
             return done
+        opened = self._updater.open
+        if opened is not None and opened.writes_live and not self._gate.parked_by_update:
+            self._refuse_endless_wait(opened.request.inflight)
         chunks = self._uploads.chunks(call_id) if self._uploads.is_open(call_id) else None
         receive = self._updater.receiver(request, chunks)
+        update_id = receive.update.update_id
         self._num_receiving += 1
-        self._feeding_call = call_id
+        self._feeds[call_id] = update_id
         self._receiving_group = request.group_name if isinstance(request, FromDistributed) else ""
+        error: Exception | None = None
         try:
-            if receive.writes_live and not self._gate.parked_by_update:
-                opened = self._updater.open
-                assert opened is not None
-                self._refuse_endless_wait(opened.request.inflight)
-                try:
-                    yield OffLoop(receive.look)  # before a sequence is disturbed
-                except UpdateError as fault:
-                    return self._updater.received(receive, fault)
-                if self._is_open(opened.update_id):
-                    self._settled = yield from self._settle(opened.request.inflight, opened.update_id)
-                if not self._is_open(opened.update_id):
-                    return self._updater.received(receive, None)  # raises what ended it
-                yield from self._gate.park()
-                if not self._is_open(opened.update_id):
-                    return self._updater.received(receive, None)  # raises what ended it
-            error: Exception | None = None
-            try:
+            if receive.writes_live:
+                error = yield from self._clear_the_way(receive)
+            if error is None and self._is_open(update_id):
                 yield OffLoop(receive.run)
-            except Exception as caught:  # noqa: BLE001 - the updater decides what the fault means
-                error = caught
+        except Exception as caught:  # noqa: BLE001 - the updater decides what the fault means
+            error = caught
         finally:
             self._num_receiving -= 1
+            self._feeds.pop(call_id, None)
         try:
-            return self._updater.received(receive, error)
+            return self._updater.received(receive, error)  # raises what ended the update, if it has
         except UpdateError:
+            self._interrupt_ended()
             self._release_device()
             raise
+
+    def _clear_the_way(self, receive: Receive) -> Flow:
+        """Park the device for bytes that go straight to live slots. Of streams side by side the first does it
+        and the others wait. Returns what a look at the bytes found wrong, before a sequence is disturbed.
+        """
+        yield Until(lambda: not self._clearing)
+        update = receive.update
+        if self._gate.parked_by_update or not self._is_open(update.update_id):
+            return None
+        self._clearing = True
+        try:
+            yield OffLoop(receive.look)
+            if self._is_open(update.update_id):
+                self._settled = yield from self._settle(update.request.inflight, update.update_id)
+            if self._is_open(update.update_id):
+                yield from self._gate.park()
+        except UpdateError as fault:
+            return fault
+        finally:
+            self._clearing = False
+        return None
 
     def _verify(self, update_id: str) -> Flow:
         yield Until(lambda: not self._num_working)
@@ -345,6 +321,13 @@ class UpdateFlow:
         return self._completed[update_id]
 
     # ------------------------------------------------------------ ends
+
+    def _interrupt_ended(self) -> None:
+        """End the streams of updates that have ended: their senders may have nothing to send for long."""
+        for call_id, update_id in list(self._feeds.items()):
+            if not self._is_open(update_id):
+                del self._feeds[call_id]
+                self._uploads.interrupt(call_id)
 
     def _end_failed(self, update_id: str, error: UpdateError) -> None:
         """End an update that a step failed, unless that step has ended it already."""

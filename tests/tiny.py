@@ -12,7 +12,7 @@ CONTEXT_LENGTH = 512
 EOS = 2
 
 
-def _config(name: str, tied: bool, head_dim: int, context_length: int):
+def _config(name: str, tied: bool, head_dim: int, context_length: int, changes: dict):
     import transformers
 
     common = {
@@ -27,7 +27,7 @@ def _config(name: str, tied: bool, head_dim: int, context_length: int):
         "bos_token_id": 1,
         "eos_token_id": EOS,
         "pad_token_id": 0,
-    }
+    } | changes
     if name == "llama":
         return transformers.LlamaConfig(**common, head_dim=head_dim or 16)
     if name == "mistral":
@@ -46,6 +46,7 @@ def make_tiny(
     head_dim: int = 0,
     context_length: int = CONTEXT_LENGTH,
     dtype: torch.dtype = torch.float32,
+    **changes: int,
 ) -> Path:
     """Save a model of `name` (one of ARCHITECTURES) to `directory`, and return it.
 
@@ -55,10 +56,11 @@ def make_tiny(
     Args:
         head_dim: 0 takes 16 (Qwen3: 32); attention kernels of GPUs want 64 or 128.
         dtype: the weights are drawn in float32 and rounded to it.
+        changes: of the configuration: num_attention_heads, vocab_size ...
     """
     import transformers
 
-    config = _config(name, tied, head_dim, context_length)
+    config = _config(name, tied, head_dim, context_length, changes)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

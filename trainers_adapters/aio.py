@@ -14,9 +14,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import grpc.aio
 
 from rollout_engine.v1.rollout_pb2_grpc import RolloutStub
-from rollout_engine.v1.weights_pb2_grpc import WeightsStub
 from trainers_adapters import engine_calls, rollout_calls, weights_calls
 from trainers_adapters.calls import RETRY_PAUSES_S, Gathered, Stream, Unary
+from trainers_adapters.chunk_wire import ChunkStreamStub
 from trainers_adapters.connection import CHANNEL_OPTIONS, Address, Tls
 from trainers_adapters.errors import RollsyncError, translated
 
@@ -132,7 +132,7 @@ class AsyncRolloutClient(AsyncClient):
 class AsyncWeightsClient(AsyncClient):
     """The life of a weight update, step by step."""
 
-    stub_class = WeightsStub
+    stub_class = ChunkStreamStub
 
     begin = unary(weights_calls.begin)
     update_from_disk = unary(weights_calls.update_from_disk)

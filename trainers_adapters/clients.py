@@ -18,9 +18,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import grpc
 
 from rollout_engine.v1.rollout_pb2_grpc import RolloutStub
-from rollout_engine.v1.weights_pb2_grpc import WeightsStub
 from trainers_adapters import engine_calls, rollout_calls, weights_calls
 from trainers_adapters.calls import RETRY_PAUSES_S, Gathered, Stream, Unary
+from trainers_adapters.chunk_wire import ChunkStreamStub
 from trainers_adapters.connection import CHANNEL_OPTIONS, Address, Tls
 from trainers_adapters.errors import RollsyncError, translated
 
@@ -143,11 +143,24 @@ class WeightsClient(Client):
     manifest_digests: of the manifests that this engine has seen; push_weights names them by these.
     """
 
-    stub_class = WeightsStub
+    stub_class = ChunkStreamStub
 
     def __init__(self, address: str, *, token: str | None = None, tls: Tls | None = None) -> None:
         super().__init__(address, token=token, tls=tls)
         self.manifest_digests: set[str] = set()
+
+    def at_port(self, port: int) -> WeightsClient:
+        """A client of the same host, with the same credentials, at another port; the caller closes it."""
+        host = self.address.rpartition(":")[0]
+        return WeightsClient(f"{host}:{port}", token=self._where.token, tls=self._where.tls)
+
+    def is_ready(self, timeout_s: float) -> bool:
+        """Whether somebody listens there; connects, if it is not connected."""
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout_s)
+        except grpc.FutureTimeoutError:
+            return False
+        return True
 
     begin = unary(weights_calls.begin)
     update_from_disk = unary(weights_calls.update_from_disk)

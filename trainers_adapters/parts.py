@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -99,22 +99,35 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return home is not None and isinstance(tensor, home.DTensor)
 
 
+def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind a DTensor, of its memory; any other tensor as it is.
+
+    Raises:
+        ValueError: other ranks hold parts of it, so this one alone cannot tell its value.
+    """
+    ranks = "the trainer's"
+    if is_dtensor(tensor):
+        sharded: Any = tensor
+        num_ranks = sharded.device_mesh.size()
+        if num_ranks == 1 or all(placement.is_replicate() for placement in sharded.placements):
+            local: torch.Tensor = sharded.to_local()
+            return local
+        ranks = str(num_ranks)
+    elif name != "_flat_param" and tensor.numel() >= getattr(tensor, "ds_numel", 0):
+        return tensor
+    raise ValueError(
+        f"{name} is sharded over {ranks} ranks; push ShardedSource(module) with push_sharded, on all of them"
+    )
+
+
 def whole_leaves(module: nn.Module) -> dict[str, Leaf]:
     """The own parameters of a module that is not sharded.
 
     Raises:
         ValueError: this rank has only a part of one.
     """
-    for leaf, p in module._parameters.items():
-        if p is not None and (
-            leaf == "_flat_param" or is_dtensor(p) or p.numel() < getattr(p, "ds_numel", 0)
-        ):
-            raise ValueError(
-                f"{leaf} of a {type(module).__name__} is sharded over the trainer's ranks; push "
-                "ShardedSource(module) with push_sharded, on every rank"
-            )
     return {
-        leaf: Leaf(tuple(p.shape), p.dtype, storage_key(p))
+        leaf: Leaf(tuple(p.shape), p.dtype, storage_key(whole(leaf, p)))
         for leaf, p in module._parameters.items()
         if p is not None
     }

@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
+from trainers_adapters.resident import resident_bytes
 from trainers_adapters.send_distributed import BroadcastGroup
 from trainers_adapters.send_ipc import IpcArena
 from trainers_adapters.send_tensor import TensorStream
@@ -182,8 +183,10 @@ class _Push:
         self._sender = sender
         self._update = update
         verify = not update.skip_checksums
-        manifest = source.manifest(checksums=verify and not sender.hashes_bytes)
-        self._outgoing = Outgoing(source, manifest, self._started + timeout_s, verify)
+        resident = resident_bytes(source)
+        described = source if resident is None else resident
+        manifest = described.manifest(checksums=verify and not sender.hashes_bytes)
+        self._outgoing = Outgoing(source, manifest, self._started + timeout_s, verify, resident)
         self._pool = ThreadPoolExecutor(len(clients) + 1, thread_name_prefix="push")
 
     def run(self) -> PushReport:
@@ -198,7 +201,7 @@ class _Push:
             sent = time.monotonic()
             if len(self._clients) > 1:
                 self._prepare_all()
-            replies = self._commit_all(begun)
+            replies = self._commit_all(begun[0])
         return self._report(replies, staged, sent)
 
     def _in_one_call(self, fields: dict[str, Any]) -> UpdateReply | None:
@@ -253,7 +256,7 @@ class _Push:
         except (RollsyncError, UpdateError) as error:
             self._fail("staging the bytes", error)
 
-    def _begin_all(self, fields: dict[str, Any]) -> BeginReply:
+    def _begin_all(self, fields: dict[str, Any]) -> list[BeginReply]:
         def begin(client: WeightsClient) -> BeginReply:
             update, outgoing = replace(self._update, **fields), self._outgoing
             left = outgoing.seconds_left
@@ -274,13 +277,15 @@ class _Push:
                 "ENGINES_DISAGREE",
                 f"the engines would commit different things ({said}); pass a version larger than all",
             )
-        return replies[0]
+        return replies
 
-    def _send_all(self, begun: BeginReply) -> None:
+    def _send_all(self, begun: list[BeginReply]) -> None:
+        replies = {client.address: reply for client, reply in zip(self._clients, begun, strict=True)}
+
         def send(client: WeightsClient) -> UpdateReply:
-            return self._sender.send(client, begun, self._outgoing)
+            return self._sender.send(client, replies[client.address], self._outgoing)
 
-        self._on_all(send, f"UpdateWeightsFrom{self._sender.path.capitalize()}", beside=begun)
+        self._on_all(send, f"UpdateWeightsFrom{self._sender.path.capitalize()}", beside=begun[0])
 
     def _prepare_all(self) -> None:
         def prepare(client: WeightsClient) -> UpdateReply:

@@ -31,7 +31,7 @@ class DiskDirectory(Sender):
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
         save_weights(
             self._directory,
-            outgoing.source,
+            outgoing.source if outgoing.resident is None else outgoing.resident,
             max_shard_bytes=self._max_shard_bytes,
             checksums=outgoing.verify,
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any, ClassVar
@@ -15,8 +14,12 @@ from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.sending import Outgoing, Sender
 from weight_updater.groups import SenderGroup
+from weight_updater.meeting import listen
 from weight_updater.nccl import NCCL_BUCKET_BYTES
+from weight_updater.packing import PackedBytes
 from weight_updater.requests import BeginReply, InitGroup, Path, UpdateReply
+
+CPU = torch.device("cpu")
 
 
 class BroadcastGroup(Sender):
@@ -58,7 +61,7 @@ class BroadcastGroup(Sender):
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
         if self._group is None or self._members != tuple(clients):
             self.close()
-            device = next(iter(outgoing.source))[1].device
+            device = CPU if outgoing.resident is not None else next(iter(outgoing.source))[1].device
             self._backend = self._asked_backend or ("nccl" if device.type == "cuda" else "gloo")
             self._open(tuple(clients), device if device.type == "cuda" else None)
         default = NCCL_BUCKET_BYTES if self._backend == "nccl" else 0
@@ -103,7 +106,9 @@ class BroadcastGroup(Sender):
 
     def beside(self, begun: BeginReply, outgoing: Outgoing) -> None:
         assert self._group is not None
-        tensors = (tensor for _, tensor in outgoing.source)
+        tensors: Iterable[torch.Tensor] | PackedBytes = (tensor for _, tensor in outgoing.source)
+        if outgoing.resident is not None and self._backend == "gloo":
+            tensors = outgoing.resident
         self._group.broadcast(outgoing.manifest, tensors, begun.bucket_bytes)
 
     def cancel(self) -> None:
@@ -124,7 +129,6 @@ class BroadcastGroup(Sender):
 
 
 def _free_port(address: str) -> int:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        probe.bind((address, 0))
+    """Raises UpdateRefused (INVALID_UPDATE): the address is not one of this host."""
+    with closing(listen(address, 0)) as probe:
         return int(probe.getsockname()[1])

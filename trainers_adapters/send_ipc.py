@@ -51,7 +51,7 @@ class IpcArena(Sender):
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
         if self._lending is not None:
             self._lending.let_go()
-        named = _all_on_gpus(outgoing.source)
+        named = [] if outgoing.resident is not None else _all_on_gpus(outgoing.source)
         if named:
             return self._lend(named, outgoing)
         self._lent = None
@@ -62,7 +62,8 @@ class IpcArena(Sender):
             return {}
         if is_gathered(outgoing.source):  # gathering everything once more would take as long as the push
             return {"manifest": outgoing.manifest.with_checksums(self._segment.checksums())}
-        return {"manifest": outgoing.source.manifest()}
+        described = outgoing.source if outgoing.resident is None else outgoing.resident
+        return {"manifest": described.manifest(checksums=True)}
 
     def _lend(self, named: Sequence[tuple[str, torch.Tensor]], outgoing: Outgoing) -> dict[str, Any]:
         from trainers_adapters.cuda_lending import CudaLending

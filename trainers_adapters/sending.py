@@ -16,6 +16,7 @@ import torch
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.sources import Source
+from weight_updater.packing import PackedBytes
 from weight_updater.requests import BeginReply, BeginUpdate, Manifest, Path, UpdateReply
 
 R = TypeVar("R")
@@ -26,12 +27,14 @@ class Outgoing:
     """One push: what is sent, until when (time.monotonic()), and whether with checksums.
 
     digest: the manifest's.
+    resident: where the source's bytes lie, if it can say so.
     """
 
     source: Source
     manifest: Manifest
     deadline: float
     verify: bool = True
+    resident: PackedBytes | None = None
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +99,7 @@ def named_by_digest(
     if update.manifest is None:
         return call(update)
     if digest in client.manifest_digests:
-        sums = [spec.checksum for spec in update.manifest.tensors if spec.checksum is not None]
+        sums = [value for value in update.manifest.checksums if value is not None]
         short = replace(update, manifest=None, manifest_digest=digest, checksums=tuple(sums))
         try:
             return call(short)

@@ -12,10 +12,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from trainers_adapters.parts import Part, check_dtypes, plain_parts
+from trainers_adapters.parts import Part, check_dtypes, plain_parts, whole
+from trainers_adapters.resident import ResidentParameters
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksums as checksums_of
 from weight_updater.names import is_adapter_name
+from weight_updater.packing import PackedBytes
 from weight_updater.requests import Manifest, TensorSpec
 
 
@@ -39,30 +41,43 @@ class ModuleSource:
 
     Wrapper segments (module, _orig_mod, ...) are taken off the names; buffers are left out; tied
     parameters come once, under the embedding's name. Values are read when iterated, so one source
-    serves every push.
+    serves every push. Of sharded parameters (DTensor) those are taken that this process holds whole.
 
     Args:
         module: on any device; its parameters are never written to.
         dtype: cast on the way out (into a copy), or None to send what is there.
 
     Raises:
-        ValueError: the module holds adapters (PeftSource is for those), no parameters at all, a dtype that
-            cannot be sent, or two parameters that end up under one name.
+        ValueError: the module holds adapters (PeftSource is for those), parameters of which other ranks
+            hold parts (ShardedSource), no parameters at all, a dtype that cannot be sent, or two parameters
+            that end up under one name.
     """
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._parts = plain_parts(module)
         check_dtypes(self._parts, dtype)
+        self._parameters = {part.name: part.refs[0].get() for part in self._parts}
+        self._in_memory = ResidentParameters(self._parameters)
 
     @property
     def names(self) -> list[str]:
-        return [part.name for part in self._parts]
+        return list(self._parameters)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return tensors_of(self._parts, self._dtype)
+        for name, parameter in self._parameters.items():
+            tensor = whole(name, parameter.detach())
+            yield name, tensor if self._dtype is None else tensor.to(self._dtype)
+
+    def resident(self) -> PackedBytes | None:
+        """Where the parameters lie, if they are sent as they are and lie in CPU memory; see resident.py."""
+        if self._dtype is not None:
+            return None
+        return self._in_memory.look(list(self._parameters.values()))
 
     def manifest(self, *, checksums: bool = True) -> Manifest:
+        if (packed := self.resident()) is not None:
+            return packed.manifest(checksums=checksums)
         if checksums and self._dtype is None:
             return manifest_of(self._parts, None, checksums_of([tensor for _, tensor in self]))
         sums = one_by_one(self) if checksums else None
@@ -86,7 +101,7 @@ def source_of(module: nn.Module, *, dtype: torch.dtype | None = None) -> Source:
 def tensors_of(parts: Sequence[Part], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of parts that are not sharded, one made at a time."""
     for part in parts:
-        yield part.name, part.make([ref.get() for ref in part.refs], dtype)
+        yield part.name, part.make([whole(part.name, ref.get()) for ref in part.refs], dtype)
 
 
 def manifest_of(

@@ -5,7 +5,7 @@ Updates are described by the dataclasses of weight_updater.requests, the same on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rollout_engine.v1 import weights_pb2 as pb
@@ -18,6 +18,7 @@ from trainers_adapters.calls import (
     enum_words,
     number_of,
 )
+from trainers_adapters.chunk_wire import Chunk, stream_messages
 from trainers_adapters.results import Checksums, LiveWeight
 from weight_updater.requests import (
     BeginReply,
@@ -42,11 +43,6 @@ STAGINGS, STAGING_WORDS = enum_words(pb.Staging, "STAGING_", "auto")
 INFLIGHTS = enum_words(pb.Inflight, "INFLIGHT_", "")[0]
 RECAPTURES = enum_words(pb.Recapture, "RECAPTURE_", "")[0]
 UPDATE_STATES = enum_words(pb.UpdateState, "UPDATE_STATE_", "begun")[1]
-
-Chunk = tuple[int | None, int, bytes | bytearray | memoryview]
-"""(index in the manifest, offset in bytes within the tensor, bytes). No index: the offset counts in all
-tensors packed in the manifest's order, each at a multiple of 256 bytes, of which a chunk may hold several.
-"""
 
 
 def manifest_message(manifest: Manifest) -> pb.Manifest:
@@ -84,6 +80,7 @@ def begin_message(request: BeginUpdate) -> pb.BeginUpdateRequest:
         num_engines=request.num_engines,
         directory=request.directory,
         checksums=request.checksums,
+        num_streams=request.num_streams,
     )
     if request.manifest is not None:
         message.manifest.CopyFrom(manifest_message(request.manifest))
@@ -156,6 +153,7 @@ def begin(request: BeginUpdate, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Unar
             unmatched=tuple(r.unmatched),
             arena_bytes=r.arena_bytes,
             lease_s=r.lease_ms / 1000,
+            stream_ports=tuple(r.stream_ports),
         )
 
     idempotent = bool(request.update_id)
@@ -189,23 +187,23 @@ def update_from_distributed(
 
 def update_from_tensor(
     update: str | BeginUpdate,
-    chunks: Iterable[Chunk] = (),
+    chunks: Iterable[Chunk | bytes] = (),
     *,
     segment: ShmSegment | None = None,
+    says_end: bool = False,
     timeout_s: float = WORK_TIMEOUT_S,
 ) -> Unary[UpdateReply]:
-    """Send bytes in the call, as chunks in any order; or name a shared-memory segment that holds them."""
+    """Send bytes in the call, as chunks in any order; or name a shared-memory segment that holds them.
+
+    chunks: as they are, or as messages (chunk_wire.chunk_message).
+    says_end: tell the engine when all chunks of this stream have come (a receiver wants to hear that).
+    """
     header = pb.UpdateWeightsFromTensorHeader(**_target(update))
     if segment is not None:
         header.segment.CopyFrom(_segment(segment))
 
-    def messages() -> Iterator[pb.UpdateWeightsFromTensorRequest]:
-        yield pb.UpdateWeightsFromTensorRequest(header=header)
-        for tensor, offset, data in chunks:
-            chunk = pb.TensorChunk(tensor=tensor or 0, offset=offset, data=bytes(data), packed=tensor is None)
-            yield pb.UpdateWeightsFromTensorRequest(chunk=chunk)
-
-    return Unary("UpdateWeightsFromTensor", messages(), parse_update, timeout_s)
+    messages = stream_messages(header, chunks, says_end=says_end)
+    return Unary("UpdateWeightsFromTensor", messages, parse_update, timeout_s)
 
 
 def update_from_ipc(

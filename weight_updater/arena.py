@@ -107,6 +107,10 @@ class Arena:
     def layout(self) -> Layout:
         return Layout(tuple(self.placements.values()), self.nbytes)
 
+    def storage_offset(self, key: str) -> int:
+        """Bytes from the start of the arena to storage `key`."""
+        return self._storage_offset[key]
+
     def canonical(self, name: str) -> str:
         """The slot that holds `name`'s bytes: itself, or the target of an alias."""
         return self.aliases.get(name, name)
@@ -158,6 +162,7 @@ class WeightTarget:
             they are skipped, since the engine computes them itself.
         finalise: recomputes derived state in place after a write; called at every commit.
         buffer: memory in the arena's layout that holds the weights already; None allocates it.
+        rebound: names of the model's parameters that are no longer the ones of `parameters`.
     """
 
     def __init__(
@@ -168,12 +173,14 @@ class WeightTarget:
         is_buffer: Callable[[str], bool] = lambda name: False,
         finalise: Callable[[], None] = lambda: None,
         buffer: torch.Tensor | None = None,
+        rebound: Callable[[], list[str]] = list,
     ) -> None:
         assert parameters.keys() == arena.storages.keys(), "each storage needs its parameter"
         self.arena = arena
         self.device = device
         self.is_buffer = is_buffer
         self.finalise = finalise
+        self._rebound = rebound
         self._parameters = dict(parameters)
         self.buffer = arena.allocate(device) if buffer is None else buffer
         self.bind(self.buffer)
@@ -199,6 +206,18 @@ class WeightTarget:
             start = self.arena.placements[name].offset
             self._bytes[name] = self.buffer[start : start + self.arena.sizes[name]]
         return self._bytes[name]
+
+    def strays(self) -> list[str]:
+        """Names of the model's parameters that do not lie where updates write: somebody gave the module
+        another Parameter, which unties a head, or the Parameter other memory. Empty while all is well.
+        """
+        start = self.buffer.data_ptr()
+        moved = [
+            key
+            for key, parameter in self._parameters.items()
+            if parameter.numel() and parameter.data_ptr() != start + self.arena.storage_offset(key)
+        ]
+        return [*self._rebound(), *moved]
 
     def addresses(self) -> dict[str, int]:
         """Storage key -> address, for comparing before and after."""

@@ -18,10 +18,15 @@ class Arrivals:
 
     Args:
         sizes: bytes of each tensor.
+        needed: the tensors that must come. applied: those of them that are written.
     """
 
-    def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self, sizes: npt.NDArray[np.int64], needed: Sequence[int] = (), applied: Sequence[int] = ()
+    ) -> None:
         self._sizes = sizes
+        self._needed = np.array(needed, dtype=np.int64)
+        self._applied = np.array(applied, dtype=np.int64)
         self._whole = np.zeros(sizes.size, dtype=np.bool_)
         # Of tensors that came in parts so far: sorted, disjoint, merged [start, end) in bytes.
         self._spans: dict[int, list[tuple[int, int]]] = {}
@@ -75,6 +80,13 @@ class Arrivals:
             return index
         self._whole[indexes] = self._sizes[indexes] > 0
         return None
+
+    def num_waiting(self) -> tuple[int, int]:
+        """How many of `needed`, and how many of `applied`, have not come whole. Cheap: a sender may make a
+        call for every few of many thousand tensors, and each of them asks.
+        """
+        waiting = ~self._whole & (self._sizes > 0)
+        return int(np.count_nonzero(waiting[self._needed])), int(np.count_nonzero(waiting[self._applied]))
 
     def missing(self, tensors: Sequence[int]) -> list[int]:
         """Those of `tensors` that have not come whole."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from weight_updater.errors import Reason, UpdateRefused
@@ -31,18 +32,19 @@ class Piece(NamedTuple):
     position: int
 
 
-class BucketPlan:
-    """The buckets of one manifest; `len()` counts them. Use `plan_buckets`.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a packed stream is cut, which is all that ends must agree on; `len()` counts the buckets.
 
     bucket_bytes: size of every bucket but the last, a multiple of 256.
     total_bytes: of the packed stream, padding included.
+    manifest_digest: of the tensors in it.
     """
 
-    def __init__(self, manifest: Manifest, bucket_bytes: int) -> None:
-        self.manifest = manifest
-        self.bucket_bytes = bucket_bytes
-        self._offsets, self.total_bytes = manifest.packed_offsets()
-        self._sizes = [tensor.nbytes for tensor in manifest.tensors]
+    num_tensors: int
+    bucket_bytes: int
+    total_bytes: int
+    manifest_digest: str
 
     def __len__(self) -> int:
         return -(-self.total_bytes // self.bucket_bytes)
@@ -50,6 +52,42 @@ class BucketPlan:
     def size(self, bucket: int) -> int:
         """Bytes that bucket `bucket` sends."""
         return min(self.bucket_bytes, self.total_bytes - bucket * self.bucket_bytes)
+
+    def digest(self) -> str:
+        """32 hex digits over the manifest's names, dtypes and shapes, and over how it is cut."""
+        text = f"{self.manifest_digest} {self.bucket_bytes} {self.total_bytes} {len(self)}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def header(self) -> dict[str, str | int]:
+        """What the ends of a group compare before the first bucket."""
+        return {
+            "num_tensors": self.num_tensors,
+            "bucket_bytes": self.bucket_bytes,
+            "num_buckets": len(self),
+            "total_bytes": self.total_bytes,
+            "digest": self.digest(),
+        }
+
+
+class BucketPlan:
+    """The buckets of one manifest; `len()` counts them. Use `plan_buckets`.
+
+    cut: how the manifest's packed stream is cut; what it says can be asked of the plan as well.
+    """
+
+    def __init__(self, manifest: Manifest, bucket_bytes: int) -> None:
+        self.manifest = manifest
+        self._offsets, total_bytes = manifest.packed_offsets()
+        self._sizes = manifest.columns.sizes
+        self.cut = Cut(len(manifest), bucket_bytes, total_bytes, manifest.digest())
+        self.bucket_bytes, self.total_bytes = bucket_bytes, total_bytes
+
+    def __len__(self) -> int:
+        return len(self.cut)
+
+    def size(self, bucket: int) -> int:
+        """Bytes that bucket `bucket` sends."""
+        return self.cut.size(bucket)
 
     def pieces(self, bucket: int) -> list[Piece]:
         """What lies in bucket `bucket`, by position. Empty tensors are nowhere."""
@@ -70,9 +108,8 @@ class BucketPlan:
         return piece.size == self._sizes[piece.tensor]
 
     def digest(self) -> str:
-        """32 hex digits over the manifest's names, dtypes and shapes, and over how it is cut."""
-        text = f"{self.manifest.digest()} {self.bucket_bytes} {self.total_bytes} {len(self)}"
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        """As `Cut.digest`."""
+        return self.cut.digest()
 
 
 def plan_buckets(manifest: Manifest, bucket_bytes: int = 0) -> BucketPlan:

@@ -224,10 +224,26 @@ def _one_by_one(tensors: Sequence[torch.Tensor]) -> list[int]:
         total = sum(scan(data, offset).total for offset, data in _chunks(tensor))
         return finish(total, tensor.numel() * tensor.element_size())
 
+    values = [0] * len(tensors)
+
+    def hash_share(share: Sequence[int]) -> None:
+        for index in share:
+            values[index] = one(tensors[index])
+
     with ThreadPoolExecutor(max_workers=num_threads) as pool:
-        # Shares of about equal bytes would be fairer; tensors are many, so dealing them out is enough.
-        shares = list(pool.map(lambda k: [one(t) for t in tensors[k::num_threads]], range(num_threads)))
-    return [shares[i % num_threads][i // num_threads] for i in range(len(tensors))]
+        list(pool.map(hash_share, _shares([tensor.nbytes for tensor in tensors], num_threads)))
+    return values
+
+
+def _shares(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
+    """Deal indexes out so that all shares have about equal bytes: the largest first, to who has least."""
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    loads = [0] * num_shares
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        least = loads.index(min(loads))
+        shares[least].append(index)
+        loads[least] += sizes[index]
+    return shares
 
 
 def fold(values: Iterable[int]) -> int:
@@ -273,15 +289,14 @@ def _scan_numpy(data: npt.NDArray[np.uint8], first_word: int, dtype: torch.dtype
     block = min(num_words, _BLOCK_WORDS)
     x: _Words = np.empty(block, dtype=np.uint64)
     high: _Words = np.empty(block, dtype=np.uint64)
-    position: _Words = np.empty(block, dtype=np.uint64)
     words = data[: num_words * 8].view(np.uint64)
     for start in range(0, num_words, _BLOCK_WORDS):
         part = words[start : start + _BLOCK_WORDS]
         n = part.size
         if n < x.size:
-            x, high, position = x[:n], high[:n], position[:n]
-        np.add(_STEPS[:n], np.uint64((first_word + start) * _POSITION & _MASK), out=position)
-        np.bitwise_xor(part, position, out=x)
+            x, high = x[:n], high[:n]
+        np.add(_STEPS[:n], np.uint64((first_word + start) * _POSITION & _MASK), out=x)
+        np.bitwise_xor(x, part, out=x)
         np.right_shift(x, _HALF, out=high)
         np.bitwise_xor(x, high, out=x)
         np.multiply(x, np.uint64(_MULTIPLIER), out=x)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from weight_updater.buckets import plan_buckets
+from weight_updater.buckets import BucketPlan, plan_buckets
 from weight_updater.groups import GroupRegistry
 from weight_updater.nccl_receiver import NcclReceiver
 from weight_updater.requests import FromDistributed, Manifest
@@ -24,6 +24,8 @@ class ByteSink(Protocol):
     def write(self, tensor_index: int, byte_offset: int, data: torch.Tensor) -> None: ...
 
     def write_whole(self, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None: ...
+
+    def write_packed(self, position: int, data: torch.Tensor) -> None: ...
 
     def flush(self) -> None:
         """Until all that was written lies in its place, and what it came from may change."""
@@ -53,7 +55,7 @@ def receive(
             is torn down.
     """
     plan = plan_buckets(manifest, bucket_bytes)
-    wanted = set(range(len(manifest.tensors)) if needed is None else needed)
+    wanted = set(range(len(manifest)) if needed is None else needed)
     with groups.use(request.group_name) as group:
         timeout_s = request.timeout_s or group.request.timeout_s
         limit = time.monotonic() + request.timeout_s if request.timeout_s else None
@@ -62,13 +64,22 @@ def receive(
             return
         group.receive_header(plan, timeout_s, limit)
         for bucket in range(len(plan)):
-            data = group.next_bucket(bucket, timeout_s, limit)
-            pieces = [piece for piece in plan.pieces(bucket) if piece.tensor in wanted]
-            whole = [piece for piece in pieces if plan.is_whole(piece)]
-            sink.write_whole([piece.tensor for piece in whole], [piece.position for piece in whole], data)
-            for piece in pieces:
-                if not plan.is_whole(piece):
-                    sink.write(piece.tensor, piece.start, data[piece.position : piece.position + piece.size])
+            data = group.next_bucket(bucket, timeout_s, limit)[: plan.size(bucket)]
+            if len(wanted) == len(manifest):
+                sink.write_packed(bucket * plan.bucket_bytes, data)
+            else:
+                _write_wanted(plan, bucket, data, sink, wanted)
             sink.flush()  # the bytes have left the bucket
             group.free()
         group.receive_end(timeout_s, limit)
+
+
+def _write_wanted(
+    plan: BucketPlan, bucket: int, data: torch.Tensor, sink: ByteSink, wanted: Collection[int]
+) -> None:
+    pieces = [piece for piece in plan.pieces(bucket) if piece.tensor in wanted]
+    whole = [piece for piece in pieces if plan.is_whole(piece)]
+    sink.write_whole([piece.tensor for piece in whole], [piece.position for piece in whole], data)
+    for piece in pieces:
+        if not plan.is_whole(piece):
+            sink.write(piece.tensor, piece.start, data[piece.position : piece.position + piece.size])

@@ -71,6 +71,9 @@ class _Shared:
             )
         return self._mapping
 
+    def is_linked(self) -> bool:
+        return self._opened.is_linked()
+
     def close(self) -> None:
         self._mapping = None  # drops the tensor, so that it can be unmapped
         self._opened.close()
@@ -244,6 +247,13 @@ class Mappings:
             for allocation_id in known:
                 self._close(allocation_id)
             return len(known)
+
+    def drop_unlinked(self) -> None:
+        """Unmap segments that their trainer removed, or that were removed after it; not those in use."""
+        with self._lock:
+            for key, known in list(self._mappings.items()):
+                if isinstance(known, _Shared) and not self._is_held(key) and not known.is_linked():
+                    self._close(key)
 
     def close(self) -> None:
         """Unmap everything."""

@@ -32,15 +32,15 @@ from torch._C._distributed_c10d import (
     ProcessGroupGloo,
     Work,
 )
+from torch.distributed import DistNetworkError
 
-from weight_updater.buckets import BucketPlan
+from weight_updater.buckets import BucketPlan, Cut
 from weight_updater.meeting import (
     FAILED,
     LOOK_S,
     Member,
     compare_headers,
     connect,
-    header_of,
     refusal,
     say_hello,
     take_back_hello,
@@ -82,14 +82,14 @@ class GlooGroup:
         """A block in which this rank's device is the calling thread's: nothing to do on a CPU."""
         return contextlib.nullcontext()
 
-    def agree(self, plan: BucketPlan, timeout_s: float) -> None:
+    def agree(self, plan: BucketPlan | Cut, timeout_s: float) -> None:
         """Compare headers with all ranks before the first bucket.
 
         Raises:
             UpdateRefused: MANIFEST_MISMATCH on all ranks, which leaves the group usable; else TIMEOUT or
                 PEER_LOST.
         """
-        ours = header_of(plan)
+        ours = (plan.cut if isinstance(plan, BucketPlan) else plan).header()
         data = json.dumps(ours).encode().ljust(_HEADER_BYTES)
         gathered = [torch.zeros(_HEADER_BYTES, dtype=torch.uint8) for _ in range(self.member.world_size)]
         options = AllgatherOptions()
@@ -136,6 +136,16 @@ class GlooGroup:
             return not self._store.check([FAILED])
         except RuntimeError:
             return False
+
+    def rank_0_gone(self) -> bool:
+        """Whether rank 0 has left or died. One that is slow to answer is not gone."""
+        try:
+            self._store.check([FAILED])
+        except DistNetworkError:
+            return True
+        except RuntimeError:
+            return False
+        return False
 
     def abort(self, text: str) -> None:
         """Give up: whoever waits, here or at another rank, gets an error with `text` soon. ANY THREAD."""

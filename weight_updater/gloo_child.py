@@ -4,7 +4,7 @@ It speaks JSON lines: commands on stdin, answers on stdout. Buckets go into a sh
 halves, so that the engine copies one while the next arrives.
 
     -> {"do": "join", ...}                       <- {"is": "joined"}
-    -> {"do": "receive", manifest, segment ...}  <- {"is": "opened"} {"is": "agreed"}
+    -> {"do": "receive", cut, segment ...}       <- {"is": "opened"} {"is": "agreed"}
                                                  <- {"is": "bucket", "bucket": k}   for each, in order
     -> {"do": "free"}       one half is free again, for each bucket
                                                  <- {"is": "received"}
@@ -12,7 +12,8 @@ halves, so that the engine copies one while the next arrives.
     -> {"do": "give_up", "text": ...}            tells the other ranks, then ends
     any error                                    <- {"is": "error", "reason": ..., "text": ..., "usable": ...}
 
-The end of stdin ends the process, whatever it waits for.
+The end of stdin ends the process, whatever it waits for. So does the death of rank 0, unless a command is
+being carried out, which then fails: a trainer that was killed cannot say that its group is over.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from typing import Any
 
 import torch
 
-from weight_updater.buckets import plan_buckets
+from weight_updater.buckets import Cut
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.gloo import GlooGroup
 from weight_updater.meeting import Member
-from weight_updater.requests import Manifest, ShmSegment, TensorSpec
+from weight_updater.requests import ShmSegment
 from weight_updater.shm import SharedSegment
 
 Message = dict[str, Any]
+
+LOOK_S = 1.0
+"""How often an idle child looks whether rank 0 is still there."""
 
 
 class Child:
@@ -51,7 +55,12 @@ class Child:
         """Until the process ends."""
         answer({"is": "ready"})
         while True:
-            command = self.commands.get()
+            try:
+                command = self.commands.get(timeout=LOOK_S)
+            except queue.Empty:
+                if self.group is not None and self.group.rank_0_gone():
+                    os._exit(0)  # the engine sees that, and forgets the group
+                continue
             try:
                 self._do(command)
             except UpdateRefused as error:
@@ -75,18 +84,17 @@ class Child:
 
     def _receive(self, command: Message) -> None:
         assert self.group is not None, "the engine joins first"
-        manifest = Manifest(tuple(TensorSpec(n, d, tuple(s)) for n, d, s in command["tensors"]))
-        plan = plan_buckets(manifest, command["bucket_bytes"])
+        cut = Cut(**command["cut"])
         timeout_s: float = command["timeout_s"]
         if command["segment"] is not None:
             self._open(ShmSegment(*command["segment"]))
         answer({"is": "opened"})
-        self.group.agree(plan, timeout_s)
+        self.group.agree(cut, timeout_s)
         answer({"is": "agreed"})
-        for bucket in range(len(plan)):
+        for bucket in range(len(cut)):
             # The engine limits this wait: if it does not free a half, it ends this process.
             self.free_halves.acquire()
-            half = self._halves[bucket % 2][: plan.size(bucket)]
+            half = self._halves[bucket % 2][: cut.size(bucket)]
             self.group.wait(self.group.broadcast(half, timeout_s), bucket, timeout_s)
             answer({"is": "bucket", "bucket": bucket})
         for _ in range(2):  # both halves free: the engine has put everything away

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
@@ -71,6 +72,10 @@ class ChildGroup:
         except UpdateError:
             return False
 
+    def ended(self) -> bool:
+        """Whether the child is gone, which it is soon after the trainer. Asks nobody."""
+        return self._process.poll() is not None
+
     def receive_header(self, plan: BucketPlan, timeout_s: float, limit: float | None) -> None:
         """Lend the child its two halves and let it agree with rank 0.
 
@@ -85,8 +90,7 @@ class ChildGroup:
         self._say(
             {
                 "do": "receive",
-                "tensors": [(t.name, t.dtype, t.shape) for t in plan.manifest.tensors],
-                "bucket_bytes": plan.bucket_bytes,
+                "cut": dataclasses.asdict(plan.cut),
                 "timeout_s": timeout_s,
                 "segment": fresh,
             }

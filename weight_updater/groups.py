@@ -14,19 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from weight_updater import nccl
-from weight_updater.arena import TORCH_DTYPES
-from weight_updater.buckets import BucketPlan, Piece, plan_buckets
+from weight_updater.bucket_source import BytesFrom, FromMemory, FromTensors
+from weight_updater.buckets import BucketPlan, plan_buckets
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.gloo import GlooGroup
 from weight_updater.gloo_parent import ChildGroup
 from weight_updater.meeting import HeaderRefused, Member, listen
 from weight_updater.nccl import NcclGroup
 from weight_updater.nccl_receiver import NcclReceiver
+from weight_updater.packing import PackedBytes
 from weight_updater.requests import InitGroup, Manifest
 
 CPU = torch.device("cpu")
@@ -133,6 +132,16 @@ class GroupRegistry:
         with self._lock:
             return sorted(self._groups)
 
+    def drop_ended(self) -> None:
+        """LOOP. Forget the groups that nobody uses and whose trainer died without a word."""
+        with self._lock:
+            groups = list(self._groups.values())
+        for group, busy in groups:
+            if isinstance(group, ChildGroup) and group.ended() and busy.acquire(blocking=False):
+                self._forget(group)
+                group.close()
+                busy.release()
+
     def close(self) -> None:
         """Leave all groups."""
         for name in self.names:
@@ -204,12 +213,14 @@ class SenderGroup:
         member = Member(group_name, master_address, self.port, 0, world_size, timeout_s, backend)
         self._group = _join(member, device, listener)
 
-    def broadcast(self, manifest: Manifest, tensors: Iterable[torch.Tensor], bucket_bytes: int = 0) -> None:
+    def broadcast(
+        self, manifest: Manifest, tensors: Iterable[torch.Tensor] | PackedBytes, bucket_bytes: int = 0
+    ) -> None:
         """Send one update to all engines; returns when every one of them has put all bytes away.
 
         Args:
             tensors: in the manifest's order, any device and strides; each is used when its turn comes, in
-                the order of the calling thread's current stream.
+                the order of the calling thread's current stream. Or (gloo) their bytes, where they lie.
             bucket_bytes: as in BeginUpdate; 0 means 64 MiB.
 
         Raises:
@@ -258,12 +269,16 @@ class SenderGroup:
         self._group.abort(str(error) or type(error).__name__)
         self._group.close(linger_s=1.0)  # time for the engines to read why
 
-    def _send(self, plan: BucketPlan, tensors: Iterable[torch.Tensor]) -> None:
+    def _send(self, plan: BucketPlan, tensors: Iterable[torch.Tensor] | PackedBytes) -> None:
         """Fill one half while the other travels."""
         group, timeout_s = self._group, self._timeout_s
         half = min(plan.bucket_bytes, plan.total_bytes)
         halves = torch.zeros(2, half, dtype=torch.uint8, device=group.device)
-        source = _Source(plan.manifest, tensors, on_cpu=halves.is_cpu)
+        source: BytesFrom = (
+            FromMemory(plan, tensors)
+            if isinstance(tensors, PackedBytes)
+            else FromTensors(plan, tensors, on_cpu=halves.is_cpu)
+        )
         travelling: deque[tuple[int, Any]] = deque()
 
         def arrive(num_left: int) -> None:
@@ -274,7 +289,7 @@ class SenderGroup:
         for bucket in range(len(plan)):
             arrive(1)  # the other half's; this one is free
             data = halves[bucket % 2][: plan.size(bucket)]
-            source.fill(plan.pieces(bucket), data)
+            source.fill(bucket, data)
             arrive(group.in_flight - 1)
             travelling.append((bucket, group.broadcast(data, timeout_s)))
         source.finish()
@@ -291,64 +306,6 @@ def _join(member: Member, device: torch.device | None, listener: socket.socket) 
             f"backend is {member.backend!r}; a sender has gloo, and nccl where there is a GPU",
         )
     return NcclGroup(member, device or torch.device("cuda", torch.cuda.current_device()), listener)
-
-
-class _Source:
-    """Takes tensors from an iterator as their bytes are asked for, checking each against the manifest.
-
-    Args:
-        on_cpu: the buckets that are filled lie there.
-    """
-
-    def __init__(self, manifest: Manifest, tensors: Iterable[torch.Tensor], *, on_cpu: bool) -> None:
-        self._manifest = manifest
-        self._tensors = iter(tensors)
-        self._on_cpu = on_cpu
-        self._taken = 0
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._array: npt.NDArray[np.uint8] = self._bytes.numpy()  # the same, if `on_cpu`
-
-    def fill(self, pieces: Iterable[Piece], bucket: torch.Tensor) -> None:
-        """Put the logical row-major bytes of a bucket's pieces into it; tensors come in order."""
-        into = bucket.numpy() if self._on_cpu else None  # a slice of it costs a fifth of a tensor's
-        for tensor, start, size, position in pieces:
-            while self._taken <= tensor:
-                self._take()
-            if into is not None:
-                into[position : position + size] = self._array[start : start + size]
-            else:
-                bucket[position : position + size].copy_(self._bytes[start : start + size])
-
-    def finish(self) -> None:
-        """Check what is left: empty tensors, and that no more come than the manifest has."""
-        while self._taken < len(self._manifest.tensors):
-            self._take()
-        if next(self._tensors, None) is not None:
-            raise UpdateRefused(
-                Reason.MANIFEST_MISMATCH,
-                f"more tensors came than the manifest's {len(self._manifest.tensors)}",
-            )
-
-    def _take(self) -> None:
-        spec = self._manifest.tensors[self._taken]
-        tensor = next(self._tensors, None)
-        if tensor is None:
-            raise UpdateRefused(
-                Reason.MANIFEST_MISMATCH,
-                f"{self._taken} tensors came, the manifest has {len(self._manifest.tensors)}; "
-                f"{spec.name} is missing",
-            )
-        if tensor.dtype != TORCH_DTYPES[spec.dtype] or tensor.shape != spec.shape:
-            raise UpdateRefused(
-                Reason.MANIFEST_MISMATCH,
-                f"tensor {self._taken} is {tensor.dtype} {list(tensor.shape)}, the manifest says "
-                f"{spec.name}, {spec.dtype} {list(spec.shape)}",
-            )
-        tensor = tensor.detach().cpu() if self._on_cpu else tensor.detach()
-        self._bytes = tensor.contiguous().view(-1).view(torch.uint8)
-        if self._on_cpu:
-            self._array = self._bytes.numpy()
-        self._taken += 1
 
 
 def _exists(name: str) -> UpdateRefused:

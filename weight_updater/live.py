@@ -61,9 +61,13 @@ class LiveWeights:
 
     def know(self) -> None:
         """ANY THREAD. Complete `known`, while nothing writes to the slots."""
-        if not self.torn_reason and len(self.known) < len(self._target.arena.slot_names):
-            missing = [name for name in self._target.arena.slot_names if name not in self.known]
-            self.known.update(slot_checksums(self._target, missing))
+        if self.torn_reason or len(self.known) == len(self._target.arena.slot_names):
+            return
+        missing = [name for name in self._target.arena.slot_names if name not in self.known]
+        found = slot_checksums(self._target, missing)
+        if not self.torn_reason:
+            # What others found meanwhile stays: a worker that was overtaken knows less than its successor.
+            self.known = found | self.known
 
     def commit(self, update: OpenUpdate) -> UpdateReply:
         """Make a verified update live.

@@ -1,7 +1,7 @@
 """What both ends of a process group do alike, whatever its backend: meet, agree on a header, part.
 
     1  rank 0 hosts a TCPStore; every rank claims its number and says hello: group, world size, protocol,
-       backend
+       backend, and facts of its own that may rule a group out
     2  all hellos agree, so the group is built over a PrefixStore of it; never torch's default group
     3  whoever gives up leaves word in the store, for the errors of the others
 
@@ -14,17 +14,17 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import TCPStore
 
 from weight_updater.buckets import BucketPlan
 from weight_updater.errors import Reason, UpdateRefused
 
-PROTOCOL = 1
+PROTOCOL = 2
 FAILED = "rollsync/failed"
 LOOK_S = 0.25
 """How often who waits in an operation looks whether another rank gave up."""
@@ -54,6 +54,20 @@ class Member:
             f"group {self.group_name!r}, rank {self.rank} of world size {self.world_size}, "
             f"rank 0 at {host}:{self.port}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rank says of itself beside what it is to join.
+
+    same: settings that all ranks must have alike, such as a library's version; one that is absent is unset.
+    place: where the rank computes, which no two ranks may share; "" is not compared.
+    advice: what to do if two share one.
+    """
+
+    same: Mapping[str, str] = field(default_factory=dict)
+    place: str = ""
+    advice: str = ""
 
 
 def refusal(error: RuntimeError, context: str, told: str = "") -> UpdateRefused:
@@ -105,13 +119,15 @@ def connect(member: Member, listener: socket.socket | None) -> Any:
     )
 
 
-def say_hello(member: Member, store: Any, deadline: float) -> None:
+def say_hello(member: Member, store: Any, deadline: float, facts: Facts | None = None) -> None:
     """Say hello and hear all hellos.
 
     Raises:
-        UpdateRefused: TIMEOUT if the others do not come; INVALID_UPDATE if they disagree.
+        UpdateRefused: TIMEOUT if the others do not come; INVALID_UPDATE if they disagree, or if what they
+            say of themselves rules the group out.
         RuntimeError: from the store.
     """
+    facts = facts or Facts()
     claim, hello = f"rollsync/claim/{member.rank}", f"rollsync/hello/{member.rank}"
     if store.add(claim, 1) > 1:
         text = f"rank {member.rank} of {member.world_size} is taken already"
@@ -125,11 +141,13 @@ def say_hello(member: Member, store: Any, deadline: float) -> None:
             "world_size": member.world_size,
             "protocol": PROTOCOL,
             "backend": member.backend,
+            "same": dict(facts.same),
+            "place": facts.place,
         }
         store.set(hello, json.dumps(ours))
         # Rank 0 first: it is the one whose word counts.
         for rank in range(member.world_size):
-            _await_hello(member, store, rank, deadline)
+            _await_hello(member, store, rank, deadline, facts)
     except BaseException:
         take_back_hello(member, store)
         raise
@@ -142,7 +160,7 @@ def take_back_hello(member: Member, store: Any) -> None:
         store.add(f"rollsync/claim/{member.rank}", -1)
 
 
-def _await_hello(member: Member, store: Any, rank: int, deadline: float) -> None:
+def _await_hello(member: Member, store: Any, rank: int, deadline: float, facts: Facts) -> None:
     key = f"rollsync/hello/{rank}"
     _poll(lambda: store.check([key]) or store.check([FAILED]), deadline)
     if store.check([FAILED]):
@@ -154,16 +172,33 @@ def _await_hello(member: Member, store: Any, rank: int, deadline: float) -> None
             f"port, and does it join as a rollsync group?",
         )
     theirs = json.loads(store.get(key))
-    for field, ours in (
+    for name, ours in (
         ("group", member.group_name),
         ("world_size", member.world_size),
         ("protocol", PROTOCOL),
         ("backend", member.backend),
     ):
-        if theirs.get(field) != ours:
-            text = f"{field} is {ours!r} at rank {member.rank}, {theirs.get(field)!r} at rank {rank}"
-            store.set(FAILED, text)
-            raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {text}")
+        if theirs.get(name) != ours:
+            _rule_out(member, store, f"{name} is {_both(member, rank, ours, theirs.get(name))}")
+    for name in sorted({*facts.same, *theirs["same"]}):
+        own, other = facts.same.get(name), theirs["same"].get(name)
+        if own != other:
+            _rule_out(member, store, f"{name} is {_both(member, rank, own, other)}; make them alike")
+    if facts.place and rank != member.rank and theirs["place"] == facts.place:
+        _rule_out(member, store, f"ranks {member.rank} and {rank} are both on {facts.place}; {facts.advice}")
+
+
+def _both(member: Member, rank: int, ours: object, theirs: object) -> str:
+    def shown(value: object) -> str:
+        return "not set" if value is None else repr(value)
+
+    return f"{shown(ours)} at rank {member.rank}, {shown(theirs)} at rank {rank}"
+
+
+def _rule_out(member: Member, store: Any, text: str) -> NoReturn:
+    """Refuse the group here, and leave word for the others."""
+    store.set(FAILED, text)
+    raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {text}")
 
 
 def _poll(ready: Callable[[], bool], deadline: float) -> None:
@@ -181,24 +216,19 @@ def compare_headers(member: Member, headers: Sequence[dict[str, str | int]]) -> 
         UpdateRefused (MANIFEST_MISMATCH): naming the first difference.
     """
     for rank, theirs in enumerate(headers):
-        for field, value in headers[0].items():
-            if theirs.get(field) != value:
+        for name, value in headers[0].items():
+            if theirs.get(name) != value:
                 raise UpdateRefused(
                     Reason.MANIFEST_MISMATCH,
-                    f"group {member.group_name!r}: rank 0 would send {field} {value}, rank {rank} "
-                    f"would receive {theirs.get(field)}; both ends must use one manifest and one "
+                    f"group {member.group_name!r}: rank 0 would send {name} {value}, rank {rank} "
+                    f"would receive {theirs.get(name)}; both ends must use one manifest and one "
                     f"bucket_bytes. Rank 0: {_show(headers[0])}. Rank {rank}: {_show(theirs)}",
                 )
 
 
 def header_of(plan: BucketPlan) -> dict[str, str | int]:
-    return {
-        "num_tensors": len(plan.manifest.tensors),
-        "bucket_bytes": plan.bucket_bytes,
-        "num_buckets": len(plan),
-        "total_bytes": plan.total_bytes,
-        "digest": plan.digest(),
-    }
+    """What this rank would move."""
+    return plan.cut.header()
 
 
 def _show(header: dict[str, str | int]) -> str:

@@ -29,10 +29,12 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 
 from weight_updater.buckets import BucketPlan
+from weight_updater.device_memory import device_uuid
 from weight_updater.errors import UpdateRefused
 from weight_updater.meeting import (
     FAILED,
     LOOK_S,
+    Facts,
     HeaderRefused,
     Member,
     compare_headers,
@@ -45,6 +47,9 @@ from weight_updater.meeting import (
 
 NCCL_BUCKET_BYTES = 1 << 30
 """Size of a bucket where the sender names none: fewer, larger broadcasts come nearer to the link's speed."""
+
+COMPARED_SETTINGS = ("NCCL_CUMEM", "NCCL_P2P_")
+"""Starts of the variables that say how NCCL moves bytes; ranks that differ in one fail, or lack memory."""
 
 _ABORT_S = 5.0  # an abort that takes longer goes on by itself
 _ENVIRONMENT = threading.Lock()
@@ -102,6 +107,20 @@ def build_nccl(store: Any, member: Member, device: torch.device) -> ProcessGroup
     return group
 
 
+def facts_of(device: torch.device) -> Facts:
+    """What a rank says of itself, so that what NCCL would only fail at is refused before NCCL is asked."""
+    same = {name: value for name, value in os.environ.items() if name.startswith(COMPARED_SETTINGS)}
+    if device.type != "cuda":
+        return Facts(same)
+    same["NCCL's version"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Facts(
+        same,
+        device_uuid(index),
+        "NCCL needs a GPU for each rank: use the ipc path on one GPU, or the backend gloo",
+    )
+
+
 @contextlib.contextmanager
 def _no_watchdog() -> Iterator[None]:
     """Torch's watchdog ends the whole process when a peer dies; in this mode a group has none.
@@ -156,7 +175,7 @@ class NcclGroup:
         deadline = time.monotonic() + member.timeout_s
         try:
             self._store = connect(member, listener)
-            say_hello(member, self._store, deadline)
+            say_hello(member, self._store, deadline, facts_of(device))
             try:
                 self._group = _within(lambda: build(self._store, member, device), deadline)
             except BaseException:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import ne
 from typing import Protocol
@@ -16,6 +18,7 @@ from weight_updater.cast import same_bytes
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import Plan, conflict
 from weight_updater.requests import (
+    MAX_STREAMS,
     BeginReply,
     BeginUpdate,
     FromDisk,
@@ -30,6 +33,47 @@ from weight_updater.sink import Sink
 from weight_updater.staging import StagingBuffers
 
 Request = FromDisk | FromDistributed | FromTensor | FromIpc
+
+
+class Transfer:
+    """What the workers of one update's streams share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._before_writes = threading.Lock()
+        self._done: set[Callable[[], None]] = set()
+        self._num_running = 0
+        self._since = 0.0
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long at least one worker was at work."""
+        with self._lock:
+            running = time.perf_counter() - self._since if self._num_running else 0.0
+            return self._seconds + running
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A worker is at work while the block runs."""
+        with self._lock:
+            if not self._num_running:
+                self._since = time.perf_counter()
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                if not self._num_running:
+                    self._seconds += time.perf_counter() - self._since
+
+    def once(self, work: Callable[[], None]) -> None:
+        """Run `work` unless a worker did; one that comes meanwhile waits for its end."""
+        with self._before_writes:
+            if work not in self._done:
+                work()
+                self._done.add(work)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,16 +97,24 @@ class OpenUpdate:
     home: torch.Tensor | None
     in_adopted: bool
     state: UpdateState = UpdateState.BEGUN
-    receiving: bool = False
+    num_receiving: int = 0
+    receives_streams: bool = False  # what is on its way comes in chunk streams
     finished: list[Request] = field(default_factory=list)  # requests that were received whole
     adoption: from_ipc.Mapping | None = None  # what the commit adopts
     verifying: bool = False
     verified: bool = False
     num_changed: int = 0
     expected: dict[str, int] = field(default_factory=dict)
-    transfer_s: float = 0.0
+    transfer: Transfer = field(default_factory=Transfer)
     verify_s: float = 0.0
     directory: str = ""  # that the disk path read
+    has_checksums: bool = field(init=False)  # of every tensor that must arrive, and they are compared
+
+    def __post_init__(self) -> None:
+        checksums = self.plan.manifest.checksums
+        self.has_checksums = not self.request.skip_checksums and (
+            None not in checksums or all([checksums[index] is not None for index in self.plan.needed])
+        )
 
     @property
     def update_id(self) -> str:
@@ -106,6 +158,27 @@ class OpenUpdate:
     def written(self) -> bool:
         """Something may lie in the live slots that was not there at begin."""
         return self.in_adopted or (self.writes_live and self.sink.received_bytes > 0)
+
+    @property
+    def receiving(self) -> bool:
+        """Bytes are on their way into the sink."""
+        return self.num_receiving > 0
+
+    def check_admits(self, request: Request) -> None:
+        """Refuse to receive `request` now. Chunk streams may come side by side, anything else alone.
+
+        Raises:
+            UpdateRefused (WRONG_STATE): what the update is doing.
+        """
+        if self.state is UpdateState.PREPARED:
+            raise UpdateRefused(Reason.WRONG_STATE, f"update {self.update_id} is prepared already")
+        is_stream = isinstance(request, FromTensor) and request.segment is None
+        if self.receiving and not (is_stream and self.receives_streams):
+            raise UpdateRefused(Reason.WRONG_STATE, f"update {self.update_id} is receiving already")
+        if self.num_receiving >= MAX_STREAMS:
+            text = f"update {self.update_id} is receiving {MAX_STREAMS} streams already, which is the most"
+            raise UpdateRefused(Reason.WRONG_STATE, text)
+        self.receives_streams = is_stream
 
     def touch(self, lease_s: float = 0.0) -> None:
         """A call came: the lease starts anew."""

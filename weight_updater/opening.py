@@ -50,8 +50,8 @@ class Opener:
         """LOOP. Agree on an update.
 
         Raises:
-            UpdateRefused: INVALID_UPDATE, PAUSED_WAIT, STALE_VERSION, WRONG_STATE (partial while torn),
-                NO_STAGING, MANIFEST_MISMATCH, WOULD_MOVE, NO_MEMORY.
+            UpdateRefused: INVALID_UPDATE, PAUSED_WAIT, STALE_VERSION, WRONG_STATE (partial while torn, or
+                the model is not where updates write), NO_STAGING, MANIFEST_MISMATCH, WOULD_MOVE, NO_MEMORY.
         """
         agree.check_fields(request, paused=paused)
         version = agree.next_version(request.version, self._live.highest)
@@ -59,6 +59,12 @@ class Opener:
             raise UpdateRefused(
                 Reason.WRONG_STATE,
                 f"the weights are torn ({self._live.torn_reason}); only a full update makes them whole",
+            )
+        if strays := self._target.strays():
+            raise UpdateRefused(
+                Reason.WRONG_STATE,
+                f"{len(strays)} parameters of the model do not lie where updates write, {strays[0]} first: "
+                f"somebody rebound them, so an update would not reach them; restart the engine",
             )
         staging = Staging.NONE if request.adopt else self._buffers.choose(request.staging)
         digest = digest_of(manifest, request)

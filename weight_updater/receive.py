@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 from weight_updater import from_disk, from_distributed, from_ipc, from_tensor
@@ -32,6 +31,7 @@ class Receive:
     """One `update_weights_from_*` of an open update.
 
     writes_live: `run` writes into live slots; the loop lets no forward pass start until it returned.
+    counted: it is one of the update's `num_receiving`.
     """
 
     def __init__(
@@ -40,10 +40,13 @@ class Receive:
         request: Request,
         work: Callable[[], None],
         look: Callable[[], None] | None = None,
+        *,
+        counted: bool = False,
     ) -> None:
         self.update = update
         self.request = request
         self.writes_live = update.writes_live
+        self.counted = counted
         self._work = work
         self._look = look
 
@@ -72,9 +75,9 @@ class Receive:
         self.update.sink.catch_up()
 
     def _timed(self, work: Callable[[], None]) -> None:
-        start = time.perf_counter()
         try:
-            work()
+            with self.update.transfer.running():
+                work()
         except UpdateError:
             raise
         except Exception as error:
@@ -83,8 +86,6 @@ class Receive:
                 f"receiving update {self.update.update_id} ({self.update.path}) failed: {error} "
                 f"({type(error).__name__})",
             ) from error
-        finally:
-            self.update.transfer_s += time.perf_counter() - start
 
 
 class Receivers:
@@ -135,9 +136,13 @@ class Receivers:
         return kept + self.mappings.release(allocation_ids)
 
     def tick(self, now: float) -> None:
-        """LOOP. Let go, once a second, of memory whose trainer was done with it without a word."""
-        if self._segments is not None and now >= self._next_look:
-            self._next_look = now + LOOK_S
+        """LOOP. Let go, once a second, of memory and groups whose trainer left without a word."""
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        self.groups.drop_ended()
+        self.mappings.drop_unlinked()
+        if self._segments is not None:
             self._segments.drop_unlinked()
 
     def look(self, update: OpenUpdate, request: Request) -> Callable[[], None] | None:

@@ -11,9 +11,8 @@ from weight_updater.requests import Path, StageSeconds, UpdateReply, UpdateState
 def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateReply:
     """An update that has not committed."""
     sink, plan = update.sink, update.plan
-    waiting = {index for index, _ in sink.incomplete()}
-    num_waiting = len(waiting.intersection(plan.applied)) if waiting else 0
-    hashed = not update.request.skip_checksums and not waiting
+    num_needed, num_applied = sink.num_waiting()
+    hashed = not update.request.skip_checksums and not num_needed
     return UpdateReply(
         update_id=update.update_id,
         state=update.state,
@@ -22,13 +21,13 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
         commit_sequence=commit_sequence,
         path=update.path,
         staging=update.staging,
-        num_tensors=len(plan.applied) - num_waiting,
+        num_tensors=len(plan.applied) - num_applied,
         num_bytes=sink.received_bytes,
         num_changed=update.num_changed,
         unmatched=plan.unmatched,
-        seconds=StageSeconds(transfer=update.transfer_s, verify=update.verify_s),
-        gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s),
-        verified=update.verified and _checksums_came(update),
+        seconds=StageSeconds(transfer=update.transfer.seconds, verify=update.verify_s),
+        gb_per_s=_gb_per_s(sink.received_bytes, update.transfer.seconds),
+        verified=update.verified and update.has_checksums,
         received_checksum=_received(update) if hashed else 0,
         warnings=_warnings(update),
         extra_bytes=update.extra_bytes,
@@ -62,9 +61,9 @@ def committed(
         num_bytes=sink.received_bytes,
         num_changed=update.num_changed,
         unmatched=plan.unmatched,
-        seconds=_seconds(done, update.transfer_s, update.verify_s),
-        gb_per_s=_gb_per_s(sink.received_bytes, update.transfer_s + done.seconds),
-        verified=_checksums_came(update),
+        seconds=_seconds(done, update.transfer.seconds, update.verify_s),
+        gb_per_s=_gb_per_s(sink.received_bytes, update.transfer.seconds + done.seconds),
+        verified=update.has_checksums,
         received_checksum=_received(update) if hashed else 0,
         live_checksum=live if hashed else 0,
         graphs_kept=done.graphs_kept,
@@ -121,15 +120,8 @@ def _gb_per_s(nbytes: int, seconds: float) -> float:
     return nbytes / seconds / 1e9 if seconds else 0.0
 
 
-def _checksums_came(update: OpenUpdate) -> bool:
-    checksums = update.plan.manifest.checksums
-    return not update.request.skip_checksums and (
-        None not in checksums or all([checksums[index] is not None for index in update.plan.needed])
-    )
-
-
 def _warnings(update: OpenUpdate) -> tuple[str, ...]:
-    if update.request.skip_checksums or _checksums_came(update):
+    if update.request.skip_checksums or update.has_checksums:
         return ()
     source = "the files carry" if update.path is Path.DISK else "the manifest carries"
     return (f"{source} no checksum for some tensors, so nothing shows that they arrived as they were sent",)

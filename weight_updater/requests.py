@@ -16,6 +16,9 @@ from weight_updater.manifest import Manifest as Manifest
 from weight_updater.manifest import TensorSpec as TensorSpec
 from weight_updater.manifest import align as align
 
+MAX_STREAMS = 16
+"""Streams that may bring the chunks of one update at once."""
+
 DEFAULT_BUCKET_BYTES = 64 << 20
 """Size of a bucket on the distributed path when the sender names none."""
 
@@ -71,6 +74,7 @@ class BeginUpdate:
     """Open an update. Either `manifest`, `manifest_digest`, or (disk only) `directory` must be given.
 
     version: becomes live at commit; 0 means one more than the largest ever committed.
+    num_streams: of chunks that the sender would open at once at ports named for them; 0: names none.
     lease_s: seconds without a call after which the update ends; 0 means the engine's default.
     """
 
@@ -93,6 +97,7 @@ class BeginUpdate:
     merged: bool = False
     num_engines: int = 1
     directory: str = ""
+    num_streams: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,7 @@ class BeginReply:
     unmatched: tuple[str, ...]
     arena_bytes: int
     lease_s: float
+    stream_ports: tuple[int, ...] = ()  # of the host; each takes chunk streams
 
 
 @dataclass(frozen=True, slots=True)

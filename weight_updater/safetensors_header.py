@@ -31,6 +31,7 @@ CHECKSUMS_START = f'{{"__metadata__":{{"format":"pt","{CHECKSUMS_KEY}":"'.encode
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library; a longer header is garbage."""
 
+_DATA_ALIGNMENT = 256  # of the first tensor's byte in a file that we write
 _MAX_SIZE = 1 << 62
 _ENTRY_KEYS = frozenset({"dtype", "shape", "data_offsets"})
 
@@ -62,6 +63,43 @@ class StoredFile:
     manifest: Manifest
     offsets: list[int]
     file: str
+
+
+def file_layout(columns: Columns) -> tuple[list[int], str]:
+    """In which order a file that we write has these tensors, and what its header says of them.
+
+    The format allows no holes: whole words first, then by falling item size, so that every tensor is aligned
+    to its items and, but for the odd-sized ones at the end, to 8 bytes.
+    """
+    sizes = columns.sizes
+    order = sorted(range(len(sizes)), key=lambda i: (sizes[i] % 8 != 0, -ITEMSIZE[columns.dtypes[i]]))
+    entries, end = [], 0
+    for i in order:
+        start, end = end, end + sizes[i]
+        shape = ",".join(map(str, columns.shapes[i]))
+        code = DTYPE_CODES[columns.dtypes[i]]
+        entries.append(
+            f"{json.dumps(columns.names[i])}:"
+            f'{{"dtype":"{code}","shape":[{shape}],"data_offsets":[{start},{end}]}}'
+        )
+    return order, ",".join(entries)
+
+
+def header(entries: str, checksums: Sequence[int]) -> bytes:
+    """What a file starts with: its header's length, and the header, filled up with spaces.
+
+    Text from the start: a tree of many small objects would be looked through by the garbage collector while
+    it grows.
+
+    Args:
+        entries: from `file_layout`. checksums: in its order; nothing leaves them out.
+    """
+    metadata = '{"__metadata__":{"format":"pt"}'
+    if checksums:
+        metadata = f'{CHECKSUMS_START.decode()}{struct.pack(f">{len(checksums)}Q", *checksums).hex()}"}}'
+    raw = f"{metadata},{entries}}}".encode()
+    raw += b" " * (-(8 + len(raw)) % _DATA_ALIGNMENT)
+    return len(raw).to_bytes(8, "little") + raw
 
 
 def open_regular(path: str, shown: str) -> tuple[int, FileIdentity]:

@@ -15,23 +15,26 @@ import json
 import os
 import re
 import secrets
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksums as tensor_checksums
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.manifest import Columns
+from weight_updater.packing import PackedBytes, together
 from weight_updater.requests import Manifest, TensorSpec
 from weight_updater.safetensors_header import (
-    CHECKSUMS_START,
     DTYPE_CODES,
     FileIdentity,
     Headers,
     StoredFile,
     corrupt,
+    file_layout,
+    header,
     open_regular,
     parse_json,
 )
@@ -40,7 +43,6 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _MAX_INDEX_BYTES = 1 << 28
-_DATA_ALIGNMENT = 256  # of the first tensor's byte in a file that we write
 _WRITE_BYTES = 16 << 20  # copied at a time from a device or a strided tensor
 _BUFFER_BYTES = 1 << 20  # small tensors are written together
 _OWN_SHARD = re.compile(r"model-\d{5}-of-\d{5}-[0-9a-f]{16}\.safetensors\Z")
@@ -199,7 +201,7 @@ def _confined(base: str, file: str, allowed: Sequence[str]) -> str:
 
 def save_weights(
     directory: str,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, torch.Tensor]] | PackedBytes,
     *,
     max_shard_bytes: int = 5 << 30,
     checksums: bool = True,
@@ -209,7 +211,7 @@ def save_weights(
     Args:
         directory: made if it is missing.
         tensors: (name, tensor) of any device and strides, float64, float32, bfloat16 or float16. At most
-            `max_shard_bytes` of them (or the largest one) are held at a time.
+            `max_shard_bytes` of them (or the largest one) are held at a time. Or their bytes, where they lie.
         checksums: keep each tensor's checksum in its file's metadata.
 
     Raises:
@@ -219,6 +221,11 @@ def save_weights(
     temporary: list[str] = []
     weight_map: dict[str, int] = {}
     try:
+        if isinstance(tensors, PackedBytes) and sum(tensors.columns.sizes) <= max_shard_bytes:
+            temporary.append(_temporary_in(directory))
+            _write_packed(temporary[0], tensors, checksums)
+            _publish(directory, temporary, weight_map)
+            return
         for shard in _shards(tensors, max_shard_bytes):
             for name, tensor in shard:
                 if name in weight_map:
@@ -228,7 +235,7 @@ def save_weights(
                         f"{name} is {tensor.dtype}; weights are saved as {', '.join(DTYPE_CODES)}"
                     )
                 weight_map[name] = len(temporary)
-            temporary.append(os.path.join(directory, f".rollsync-{secrets.token_hex(8)}.tmp"))
+            temporary.append(_temporary_in(directory))
             _write_file(temporary[-1], shard, checksums)
         if not temporary:
             raise ValueError(f"no tensors to save in {directory}")
@@ -239,12 +246,16 @@ def save_weights(
                 os.unlink(path)
 
 
+def _temporary_in(directory: str) -> str:
+    return os.path.join(directory, f".rollsync-{secrets.token_hex(8)}.tmp")
+
+
 def _shards(
-    tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
+    tensors: Iterable[tuple[str, torch.Tensor]] | PackedBytes, max_shard_bytes: int
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     shard: list[tuple[str, torch.Tensor]] = []
     nbytes = 0
-    for name, tensor in tensors:
+    for name, tensor in tensors.tensors() if isinstance(tensors, PackedBytes) else tensors:
         if shard and nbytes + tensor.nbytes > max_shard_bytes:
             yield shard
             shard, nbytes = [], 0
@@ -255,39 +266,35 @@ def _shards(
 
 
 def _write_file(path: str, shard: list[tuple[str, torch.Tensor]], checksums: bool) -> None:
-    # The format allows no holes: whole words first, then by falling item size, so that every tensor is
-    # aligned to its items and, but for the odd-sized ones at the end, to 8 bytes.
-    shard = sorted(shard, key=lambda item: (item[1].nbytes % 8 != 0, -item[1].element_size()))
-    raw = _header(shard, checksums)
+    columns = Columns(
+        [name for name, _ in shard],
+        [DTYPE_NAMES[tensor.dtype] for _, tensor in shard],
+        [tuple(tensor.shape) for _, tensor in shard],
+    )
+    values = tensor_checksums([tensor for _, tensor in shard]) if checksums else []
+    order, entries = file_layout(columns)
+    parts = (part for index in order for part in _row_major_bytes(shard[index][1]))
+    _write(path, header(entries, [values[index] for index in order] if checksums else []), parts)
+
+
+def _write_packed(path: str, packed: PackedBytes, checksums: bool) -> None:
+    values = packed.checksums() if checksums else []
+    order, entries = _known_layout(packed.columns)
+    parts = together([packed.arrays[index] for index in order], _BUFFER_BYTES)
+    _write(path, header(entries, [values[index] for index in order] if checksums else []), parts)
+
+
+_known_layout = lru_cache(maxsize=4)(file_layout)
+"""Mostly the same tensors are saved again and again."""
+
+
+def _write(path: str, head: bytes, parts: Iterable[memoryview]) -> None:
     with open(path, "xb", buffering=_BUFFER_BYTES) as file:
-        file.write(len(raw).to_bytes(8, "little"))
-        file.write(raw)
-        for _, tensor in shard:
-            for part in _row_major_bytes(tensor):
-                file.write(part)
+        file.write(head)
+        for part in parts:
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _header(shard: list[tuple[str, torch.Tensor]], checksums: bool) -> bytes:
-    """The JSON of a file's header, filled up with spaces. Text from the start: a tree of many small objects
-    would be looked through by the garbage collector while it grows.
-    """
-    entries = ['"__metadata__":{"format":"pt"}']
-    if checksums:
-        values = tensor_checksums([tensor for _, tensor in shard])
-        digits = struct.pack(f">{len(values)}Q", *values).hex()
-        entries = [f'{CHECKSUMS_START.decode()[1:]}{digits}"}}']
-    end = 0
-    for name, tensor in shard:
-        start, end = end, end + tensor.nbytes
-        shape = ",".join(map(str, tensor.shape))
-        code = DTYPE_CODES[DTYPE_NAMES[tensor.dtype]]
-        entries.append(
-            f'{json.dumps(name)}:{{"dtype":"{code}","shape":[{shape}],"data_offsets":[{start},{end}]}}'
-        )
-    raw = f"{{{','.join(entries)}}}".encode()
-    return raw + b" " * (-(8 + len(raw)) % _DATA_ALIGNMENT)
 
 
 def _row_major_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -319,7 +326,7 @@ def _publish(directory: str, temporary: list[str], weight_map: dict[str, int]) -
             "metadata": {"total_size": sum(os.path.getsize(os.path.join(directory, n)) for n in own_names)},
             "weight_map": {name: own_names[shard] for name, shard in weight_map.items()},
         }
-        temporary.append(os.path.join(directory, f".rollsync-{secrets.token_hex(8)}.tmp"))
+        temporary.append(_temporary_in(directory))
         with open(temporary[-1], "x") as file:
             json.dump(content, file, indent=1)
             file.flush()

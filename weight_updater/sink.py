@@ -63,7 +63,7 @@ class Sink:
         self._arena = arena
         self.hashes = hashing
         self.finds_nonfinite = find_nonfinite
-        self._arrivals = Arrivals(plan.size_of)
+        self._arrivals = Arrivals(plan.size_of, plan.needed, plan.applied)
         self._totals = np.zeros(len(plan.slots), dtype=np.uint64)  # sums of mixed words
         self._nonfinite = np.zeros(len(plan.slots), dtype=np.bool_)
         self._on_cpu = destination is None or destination.device.type == "cpu"
@@ -108,7 +108,7 @@ class Sink:
         """
         sizes = self.plan.sizes
         tensors, places = np.asarray(indexes, dtype=np.int64), np.asarray(positions, dtype=np.int64)
-        small = self._small(tensors)
+        small = self._small(tensors) & (data.device.type == "cpu")
         for index, position in zip(tensors[~small].tolist(), places[~small].tolist(), strict=True):
             self.write(index, 0, data[position : position + sizes[index]])
         if small.any():
@@ -189,6 +189,10 @@ class Sink:
             self._ended_by = self._ended_by or error
             self._changed.wait_for(lambda: self._num_writing == 0)
 
+    def num_waiting(self) -> tuple[int, int]:
+        """How many tensors that must arrive have not, whole; and how many of those that are written."""
+        return self._arrivals.num_waiting()
+
     def incomplete(self) -> list[tuple[int, int]]:
         """(tensor, bytes that arrived) of every tensor that must arrive and has not, whole."""
         return [
@@ -266,8 +270,7 @@ class Sink:
         with self._changed:
             if self._ended_by is not None:
                 raise self._ended_by
-            taken = self._arrivals.claim(index, offset, end) if data.numel() else None
-            if taken is not None:
+            if data.numel() and (taken := self._arrivals.claim(index, offset, end)) is not None:
                 raise bad_chunk(spec, offset, end, overlap_text(taken))
             self.received_bytes += data.numel()
             self._num_writing += 1

@@ -61,7 +61,7 @@ class SmallTensors:
         """
         totals = np.zeros(indexes.size, dtype=np.uint64)
         nonfinite = np.zeros(indexes.size, dtype=np.bool_)
-        for nbytes, dtype, at in self._groups(indexes):
+        for nbytes, dtype, at in self.groups(indexes):
             totals[at], nonfinite[at] = scan_rows(
                 data, offsets[at], nbytes, dtype if find_nonfinite else None
             )
@@ -69,14 +69,14 @@ class SmallTensors:
 
     def copy(self, into: Bytes, to: Indexes, data: Bytes, offsets: Indexes, indexes: Indexes) -> None:
         """Copy small tensors: `indexes[k]` from byte `offsets[k]` of `data` to byte `to[k]` of `into`."""
-        for nbytes, _, at in self._groups(indexes):
+        for nbytes, _, at in self.groups(indexes):
             sources, places = _rows_of(data, nbytes), _rows_of(into, nbytes)
             step = max(1, BLOCK_BYTES // nbytes)
             for first in range(0, at.size, step):
                 part = at[first : first + step]
                 places[to[part]] = sources[offsets[part]]
 
-    def _groups(self, indexes: Indexes) -> Iterator[tuple[int, torch.dtype, Indexes]]:
+    def groups(self, indexes: Indexes) -> Iterator[tuple[int, torch.dtype, Indexes]]:
         """(size, dtype, positions in `indexes`) of each kind; all must be small."""
         kinds = self._kind_of[indexes]
         order = np.argsort(kinds, kind="stable")

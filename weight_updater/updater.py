@@ -154,9 +154,7 @@ class WeightUpdater:
             UpdateRefused: UNKNOWN_UPDATE, WRONG_STATE, INVALID_UPDATE.
         """
         update = self._require(request.update_id)
-        if update.receiving or update.state is UpdateState.PREPARED:
-            doing = "receiving" if update.receiving else "prepared"
-            raise UpdateRefused(Reason.WRONG_STATE, f"update {update.update_id} is {doing} already")
+        update.check_admits(request)
         update.touch()
         if update.state is UpdateState.RECEIVED and request in update.finished:
             return Receive(update, request, lambda: _skip(chunks))  # a repeated call, its bytes are here
@@ -164,11 +162,11 @@ class WeightUpdater:
         if self._live.previous is not None and self._live.previous.staging is update.staging:
             self._live.previous = None  # its bytes are about to be overwritten
         if update.writes_live and not update.in_adopted and not update.request.skip_checksums:
-            work = _after(self._live.know, work)  # while the slots still hold the old weights
-        update.receiving = True
+            work = _after(update, self._live.know, work)  # while the slots still hold the old weights
+        update.num_receiving += 1
         if update.state is UpdateState.BEGUN:
             update.state = UpdateState.RECEIVING
-        return Receive(update, request, work, self._receivers.look(update, request))
+        return Receive(update, request, work, self._receivers.look(update, request), counted=True)
 
     def received(self, receive: Receive, error: Exception | None) -> UpdateReply:
         """LOOP. The worker is done with `receive`.
@@ -177,13 +175,13 @@ class WeightUpdater:
             UpdateError: what ended the update; `error`, or what came before it.
         """
         update = receive.update
-        update.receiving = False
+        update.num_receiving -= receive.counted
         if update is not self.open:
             raise self._history.end_of(update.update_id)
         if error is not None:
             raise self._end(error)
         update.touch()
-        if not update.sink.incomplete():
+        if not update.sink.num_waiting()[0]:
             update.state = UpdateState.RECEIVED
         if receive.request not in update.finished:
             update.finished.append(receive.request)
@@ -389,9 +387,9 @@ def _skip(chunks: Chunks | None) -> None:
         pass
 
 
-def _after(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
+def _after(update: OpenUpdate, first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
     def both() -> None:
-        first()
+        update.transfer.once(first)
         then()
 
     return both

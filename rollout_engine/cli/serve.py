@@ -43,6 +43,9 @@ def serve(
     tls_client_ca: Annotated[Path | None, _flag("PEM CA that clients must come from (mTLS).")] = None,
     max_message_bytes: Annotated[int | None, _flag("Limit of one gRPC message.")] = None,
     upload_slots: Annotated[int | None, _flag("Slots of the upload ring.")] = None,
+    stream_receivers: Annotated[
+        int | None, _flag("Processes that take chunks of weights at ports of their own.")
+    ] = None,
     weights_roots: Annotated[
         list[Path] | None, _flag("Disk updates may read below it; repeatable.", "--weights-root")
     ] = None,

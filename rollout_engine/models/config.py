@@ -81,6 +81,12 @@ class ModelConfig:
                 f"its architecture is {architecture!r}; known: {', '.join(sorted(known))} "
                 "(add a file and a line in rollout_engine/models/registry.py)",
             )
+        if quantised := raw.get("quantization_config"):
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            raise invalid(
+                directory,
+                f"its weights are quantised ({method}); only float32, bfloat16 and float16 are served",
+            )
         # transformers fills in the defaults of each architecture and unifies the spellings of releases.
         from transformers import AutoConfig
 

@@ -56,9 +56,13 @@ def build_model(
     with torch.device("meta"):
         model: Any = model_class(config.architecture)(config)
     arena = _arena(model, config)
-    parameters = _give_homes(model, config.dtype, device)
+    parameters, places = _give_homes(model, config.dtype, device)
     buffer = None if home is None else home(arena)
-    target = WeightTarget(arena, parameters, device, is_buffer, model.finalise, buffer)
+
+    def rebound() -> list[str]:
+        return [f"{path}.{leaf}" for path, module, leaf, own in places if getattr(module, leaf) is not own]
+
+    target = WeightTarget(arena, parameters, device, is_buffer, model.finalise, buffer, rebound)
     target.finalise()
     return model, target
 
@@ -97,14 +101,21 @@ def _as_transformers_orders(storages: Sequence[StorageSpec]) -> list[StorageSpec
     return ordered
 
 
-def _give_homes(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Parameter]:
-    """Replace meta parameters and buffers by ones on `device`; storage key -> parameter.
+Place = tuple[str, nn.Module, str, nn.Parameter]
+"""(path, module, attribute, parameter): where a model has which parameter; a tied one has several."""
+
+
+def _give_homes(
+    model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, nn.Parameter], list[Place]]:
+    """Replace meta parameters and buffers by ones on `device`: storage key -> parameter, and every place.
 
     The parameters are empty: an arena binds them. (A meta parameter cannot be rebound to real memory.)
     Ties are kept: one parameter object stays one.
     """
     homes: dict[int, nn.Parameter] = {}
     parameters: dict[str, nn.Parameter] = {}
+    places: list[Place] = []
     for path, module in model.named_modules():
         for leaf, param in list(module.named_parameters(recurse=False)):
             if id(param) not in homes:
@@ -112,10 +123,11 @@ def _give_homes(model: nn.Module, dtype: torch.dtype, device: torch.device) -> d
                 homes[id(param)] = home
                 parameters[f"{path}.{leaf}"] = home
             setattr(module, leaf, homes[id(param)])
+            places.append((path, module, leaf, homes[id(param)]))
         for leaf, buffer in list(module.named_buffers(recurse=False)):
             empty = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
             module.register_buffer(leaf, empty, persistent=False)
-    return parameters
+    return parameters, places
 
 
 @torch.no_grad()

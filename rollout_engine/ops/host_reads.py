@@ -11,12 +11,14 @@ import triton
 import triton.language as tl
 
 _WORDS = 1024  # 64-bit words that a program takes
+_FLAG = 1 << 62
+"""Set in every address that is passed, and in no real one: a number below 2^31 would be typed as 32 bits."""
 
 
 @triton.jit(do_not_specialize=["source", "size"])
-def _fetch_kernel(source, target, size, BLOCK: tl.constexpr):
+def _fetch_kernel(source, target, size, FLAG: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    words = source.to(tl.pointer_type(tl.int64))
+    words = (source - FLAG).to(tl.pointer_type(tl.int64))
     # Volatile: what the host has written since the last launch must be seen.
     tl.store(target + at, tl.load(words + at, mask=at < size, volatile=True), mask=at < size)
 
@@ -31,4 +33,5 @@ def fetch(target: torch.Tensor, pinned: torch.Tensor) -> None:
     """
     words = target.view(torch.int64)
     size = words.numel()
-    _fetch_kernel[(triton.cdiv(size, _WORDS),)](pinned.data_ptr(), words, size, BLOCK=_WORDS)
+    grid = (triton.cdiv(size, _WORDS),)
+    _fetch_kernel[grid](pinned.data_ptr() | _FLAG, words, size, FLAG=_FLAG, BLOCK=_WORDS)

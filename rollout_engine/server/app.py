@@ -21,10 +21,12 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError, EngineError
-from rollout_engine.server.auth import TokenInterceptor, server_credentials
+from rollout_engine.server.auth import TlsContents, TokenInterceptor, read_tls
 from rollout_engine.server.engine_client import EngineClient
 from rollout_engine.server.engine_process import ENGINE_COMMAND
 from rollout_engine.server.health import EngineHealth
+from rollout_engine.server.options import join_address, server_options
+from rollout_engine.server.receivers import Receivers
 from rollout_engine.server.rollout_service import RolloutService
 from rollout_engine.server.text import TextCodec, load_tokenizer
 from rollout_engine.server.unreadable import ReadingInterceptor
@@ -46,26 +48,6 @@ SERVICES = (
     rollout_pb2.DESCRIPTOR.services_by_name["Rollout"].full_name,
     weights_pb2.DESCRIPTOR.services_by_name["Weights"].full_name,
 )
-
-
-def server_options(config: ServeConfig) -> list[tuple[str, int]]:
-    """Channel arguments of the server."""
-    return [
-        ("grpc.so_reuseport", 0),  # a second engine on a used port must fail, not share its calls
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
-        # Clients may ping through long silent calls (an update, a prefill).
-        ("grpc.http2.min_ping_interval_without_data_ms", 500),
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # A client that vanished without a word is found after 20 + 10 s, and its requests are aborted.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-    ]
-
-
-def join_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_port_free(config: ServeConfig) -> None:
@@ -100,6 +82,7 @@ class RunningServer:
     config: ServeConfig
     engine: EngineClient
     server: grpc.aio.Server
+    receivers: Receivers
     health: EngineHealth
     port: int
     draining: asyncio.Event
@@ -124,6 +107,7 @@ class RunningServer:
         if grace_s > 0:
             await self.engine.wait_exit(grace_s)
             await asyncio.wait({closing}, timeout=FLUSH_GRACE_S)
+        await self.receivers.stop()
         await self.server.stop(None)
         await closing
         await self.engine.stop(EXIT_GRACE_S)
@@ -139,28 +123,29 @@ async def start(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_C
         ConfigError: the address cannot be bound, or a TLS file not read.
         EngineError or UpdateError: why the engine did not start.
     """
-    credentials = server_credentials(config)
+    tls = read_tls(config)
     check_port_free(config)
     codec = TextCodec(load_tokenizer(config.model))
     engine = await EngineClient.start(config, engine_command)
     try:
-        return await _open(config, engine, codec, credentials)
+        return await _open(config, engine, codec, tls)
     except BaseException:
         await engine.stop(EXIT_GRACE_S)
         raise
 
 
 async def _open(
-    config: ServeConfig, engine: EngineClient, codec: TextCodec, credentials: grpc.ServerCredentials | None
+    config: ServeConfig, engine: EngineClient, codec: TextCodec, tls: TlsContents | None
 ) -> RunningServer:
     interceptors: list[grpc.aio.ServerInterceptor] = [ReadingInterceptor(SERVICES)]
     if config.token is not None:
         interceptors.insert(0, TokenInterceptor(config.token.get_secret_value()))
-    server = grpc.aio.server(interceptors=interceptors, options=server_options(config))
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(config.max_message_bytes))
     draining = asyncio.Event()
     health = EngineHealth(engine, SERVICES)
     rollout = RolloutService(engine, codec, config.max_message_bytes, draining)
-    weights = WeightsService(engine, config.max_message_bytes)
+    receivers = Receivers(config, tls, engine.lend)
+    weights = WeightsService(engine, receivers, config.max_message_bytes)
     rollout_pb2_grpc.add_RolloutServicer_to_server(rollout, server)  # type: ignore[no-untyped-call]
     weights_pb2_grpc.add_WeightsServicer_to_server(weights, server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
@@ -168,15 +153,15 @@ async def _open(
     reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
     address = join_address(config.host, config.port)
     try:
-        if credentials is None:
+        if tls is None:
             port = server.add_insecure_port(address)
         else:
-            port = server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, tls.credentials())
     except RuntimeError as error:
         raise _cannot_listen(config, "it is in use, or cannot be bound") from error
     await health.publish()
     await server.start()
-    return RunningServer(config, engine, server, health, port, draining)
+    return RunningServer(config, engine, server, receivers, health, port, draining)
 
 
 def write_ready_file(path: Path, running: RunningServer) -> None:

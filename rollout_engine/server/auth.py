@@ -4,67 +4,109 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
+import msgspec
 
-from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError, EngineError, Reason
-from rollout_engine.server.status import abort
+from rollout_engine.server.status import abort, abort_now
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rollout_engine.config import ServeConfig
 
 OPEN_PREFIX = "/grpc.health.v1.Health/"
+WANTS_TOKEN = EngineError(
+    Reason.UNAUTHENTICATED, "this engine wants a token: send `authorization: Bearer TOKEN`"
+)
+
+
+def is_allowed(metadata: Any, token: bytes) -> bool:
+    """Whether a call's metadata carry the token, once."""
+    values = [value for key, value in metadata or () if key == "authorization"]
+    if len(values) != 1:
+        return False
+    scheme, _, given = values[0].partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), token)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Refuses every call without `authorization: Bearer TOKEN`, and does not say what was wrong with it."""
 
     def __init__(self, token: str) -> None:
-        self._expected = token.encode()
+        self._token = token.encode()
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        if handler_call_details.method.startswith(OPEN_PREFIX) or self._is_allowed(
-            handler_call_details.invocation_metadata
+        if handler_call_details.method.startswith(OPEN_PREFIX) or is_allowed(
+            handler_call_details.invocation_metadata, self._token
         ):
             return await continuation(handler_call_details)
         # Streams both ways, so that it answers before it reads anything.
         return grpc.stream_stream_rpc_method_handler(_deny)
 
-    def _is_allowed(self, metadata: Any) -> bool:
-        values = [value for key, value in metadata or () if key == "authorization"]
-        if len(values) != 1:
-            return False
-        scheme, _, token = values[0].partition(" ")
-        return scheme.lower() == "bearer" and hmac.compare_digest(token.encode(), self._expected)
-
 
 async def _deny(_: Any, context: grpc.aio.ServicerContext) -> None:
-    await abort(
-        context,
-        EngineError(Reason.UNAUTHENTICATED, "this engine wants a token: send `authorization: Bearer TOKEN`"),
-    )
+    await abort(context, WANTS_TOKEN)
 
 
-def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
-    """TLS (or, with tls_client_ca, mTLS) credentials; None for plain text.
+class ThreadedTokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
+    """TokenInterceptor for a server of threads, all of whose methods need the token."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if is_allowed(handler_call_details.invocation_metadata, self._token):
+            return continuation(handler_call_details)
+        return grpc.stream_stream_rpc_method_handler(lambda _, context: abort_now(context, WANTS_TOKEN))
+
+
+class TlsContents(msgspec.Struct, frozen=True):
+    """What is in the PEM files; client_ca: clients must present a certificate of it (mTLS)."""
+
+    key: bytes
+    cert: bytes
+    client_ca: bytes | None = None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials(
+            [(self.key, self.cert)],
+            root_certificates=self.client_ca,
+            require_client_auth=self.client_ca is not None,
+        )
+
+
+def read_tls(config: ServeConfig) -> TlsContents | None:
+    """The contents of the configured files; None for plain text.
 
     Raises:
         ConfigError: a file that cannot be read.
     """
     if config.tls_cert is None or config.tls_key is None:
         return None
-    contents = {}
-    for name in ("tls_key", "tls_cert", "tls_client_ca"):
-        path = getattr(config, name)
-        try:
-            contents[name] = None if path is None else path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error
-    return grpc.ssl_server_credentials(
-        [(contents["tls_key"], contents["tls_cert"])],
-        root_certificates=contents["tls_client_ca"],
-        require_client_auth=config.tls_client_ca is not None,
-    )
+    key, cert = _read("tls_key", config.tls_key), _read("tls_cert", config.tls_cert)
+    client_ca = None if config.tls_client_ca is None else _read("tls_client_ca", config.tls_client_ca)
+    return TlsContents(key, cert, client_ca)
+
+
+def _read(name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error
+
+
+def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
+    """TLS (or, with tls_client_ca, mTLS) credentials; None for plain text. Raises what `read_tls` does."""
+    tls = read_tls(config)
+    return None if tls is None else tls.credentials()

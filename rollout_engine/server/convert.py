@@ -123,6 +123,7 @@ def begin_update(wire: pb.BeginUpdateRequest) -> r.BeginUpdate:
         merged=wire.merged,
         num_engines=wire.num_engines or 1,
         directory=wire.directory,
+        num_streams=wire.num_streams,
     )
 
 
@@ -266,6 +267,7 @@ def begin_response(reply: r.BeginReply) -> pb.BeginUpdateResponse:
         unmatched=reply.unmatched,
         arena_bytes=reply.arena_bytes,
         lease_ms=round(reply.lease_s * 1000),
+        stream_ports=reply.stream_ports,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import socket
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -76,6 +77,11 @@ class EngineClient:
             await client.stop(EXIT_WAIT_S)
             raise
         return client
+
+    def lend(self, sock: socket.socket) -> None:
+        """Give the engine a socket to a receiver. Raises OSError if it is gone."""
+        assert self._process is not None
+        self._process.lend(sock)
 
     def shutdown(self, grace_s: float) -> None:
         """Ask the engine to finish what runs and to exit."""

@@ -95,9 +95,12 @@ class FrameProtocol(asyncio.Protocol):
 class EngineProcess:
     """The child process and its socket. The child dies with this process: its socket reads EOF."""
 
-    def __init__(self, process: asyncio.subprocess.Process, protocol: FrameProtocol) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, protocol: FrameProtocol, handover: socket.socket
+    ) -> None:
         self._process = process
         self._protocol = protocol
+        self._handover = handover
         self.write = protocol.write
 
     @property
@@ -112,19 +115,22 @@ class EngineProcess:
         on_lost: Callable[[], None],
         command: Sequence[str] = ENGINE_COMMAND,
     ) -> EngineProcess:
-        """Start `command --fd N` and send it the configuration.
+        """Start `command --fd N --receivers-fd M` and send it the configuration.
 
         The child gets no ROLLSYNC_* variable (the token may be one) and a session of its own, so that
         Ctrl-C reaches the front alone, which lets running requests finish.
         """
         ours, theirs = socket.socketpair()
+        handover, their_handover = socket.socketpair()
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ROLLSYNC_")}
-        with theirs:
+        with theirs, their_handover:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 "--fd",
                 str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
+                "--receivers-fd",
+                str(their_handover.fileno()),
+                pass_fds=(theirs.fileno(), their_handover.fileno()),
                 env=environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
@@ -133,7 +139,15 @@ class EngineProcess:
         loop = asyncio.get_running_loop()
         _, protocol = await loop.create_connection(lambda: FrameProtocol(on_frame, on_lost), sock=ours)
         protocol.write(engine_config(config))
-        return cls(process, protocol)
+        return cls(process, protocol, handover)
+
+    def lend(self, sock: socket.socket) -> None:
+        """Give the engine a socket to a receiver; this process may close its own copy then.
+
+        Raises:
+            OSError: the engine is gone.
+        """
+        socket.send_fds(self._handover, [b"r"], [sock.fileno()])
 
     async def exit_reason(self, timeout_s: float) -> str:
         """How the process ended, waiting up to `timeout_s` for it to be gone."""
@@ -153,6 +167,7 @@ class EngineProcess:
     async def stop(self, grace_s: float) -> None:
         """Close the socket and wait for the process to exit; kill it after `grace_s`."""
         self._protocol.close()
+        self._handover.close()
         if not await self.wait(grace_s):
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

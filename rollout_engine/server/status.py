@@ -119,10 +119,20 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_DETAILS else text[: MAX_DETAILS - 3] + "..."
 
 
+def _metadata(error: DomainError) -> tuple[tuple[str, str], ...]:
+    return ((REASON_KEY, error.reason.value), (KIND_KEY, kind_of(error)))
+
+
 async def abort(context: grpc.aio.ServicerContext, error: DomainError) -> NoReturn:
     """End an RPC with the status of a domain error."""
-    metadata = ((REASON_KEY, error.reason.value), (KIND_KEY, kind_of(error)))
-    await context.abort(code_of(error), shorten(error.message), trailing_metadata=metadata)
+    await context.abort(code_of(error), shorten(error.message), trailing_metadata=_metadata(error))
+    raise AssertionError("abort does not return")
+
+
+def abort_now(context: grpc.ServicerContext, error: DomainError) -> NoReturn:
+    """`abort` for a server of threads."""
+    context.set_trailing_metadata(_metadata(error))
+    context.abort(code_of(error), shorten(error.message))
     raise AssertionError("abort does not return")
 
 
@@ -155,13 +165,26 @@ def _guard(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
             await abort(context, error)
         except grpc.aio.BaseError:  # an abort that the handler made itself
             raise
-        except Exception:
-            log.exception("%s failed", handler.__name__)
-            await abort(
-                context,
-                EngineError(
-                    EngineReason.INTERNAL, f"{handler.__name__}: internal error; the engine's log has it"
-                ),
-            )
+        except Exception:  # noqa: BLE001 - a bug of ours; the log has it
+            await abort(context, _internal(handler.__name__))
 
     return answer
+
+
+def _internal(method: str) -> EngineError:
+    """What the caller is told of the exception that is being handled, which the log gets."""
+    log.exception("%s failed", method)
+    return EngineError(EngineReason.INTERNAL, f"{method}: internal error; the engine's log has it")
+
+
+def answered(context: grpc.ServicerContext, method: str, handler: Callable[[], Any]) -> Any:
+    """What `handler` gives, or the end of the RPC as `guarded` has it; for a server of threads."""
+    try:
+        return handler()
+    except (EngineError, UpdateError) as error:
+        known: DomainError = error
+    except grpc.RpcError:  # the client is gone, nobody reads a status
+        raise
+    except Exception:  # noqa: BLE001 - a bug of ours must not look like the caller's
+        known = _internal(method)
+    abort_now(context, known)

@@ -59,11 +59,16 @@ def readable(request: Any) -> Any:
         EngineError (INVALID_REQUEST): it is; of a stream, when its turn comes.
     """
     if isinstance(request, Unreadable):
-        raise EngineError(
-            Reason.INVALID_REQUEST,
-            f"the request cannot be parsed ({request.problem}); do client and engine use the same protocol?",
-        )
+        raise cannot_be_parsed(request.problem)
     return _readable_ones(request) if hasattr(request, "__aiter__") else request
+
+
+def cannot_be_parsed(problem: str) -> EngineError:
+    """What the caller hears; `problem` is the library's word."""
+    return EngineError(
+        Reason.INVALID_REQUEST,
+        f"the request cannot be parsed ({problem}); do client and engine use the same protocol?",
+    )
 
 
 async def _readable_ones(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

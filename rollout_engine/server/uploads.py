@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from rollout_engine import messages as m
-from rollout_engine.server.convert import invalid
+from rollout_engine.server.chunk_wire import ChunkReader, unpacked
 from rollout_engine.server.engine_client import EngineClient
 from rollout_engine.v1 import weights_pb2 as pb
 from weight_updater.requests import BeginUpdate, FromTensor
@@ -16,12 +16,11 @@ CHUNK_ALIGNMENT = 8
 """Bytes; chunks start at multiples of it (checksums are summed over 64-bit words)."""
 
 
-def pieces(data: bytes, limit: int) -> Iterator[tuple[int, memoryview]]:
-    """Cut data into (offset, piece) of at most `limit` bytes; every offset is a multiple of 8."""
+def pieces(size: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Cut bytes into (offset, size) of at most `limit` bytes; every offset is a multiple of 8."""
     step = limit - limit % CHUNK_ALIGNMENT
-    view = memoryview(data)
-    for start in range(0, len(view), step):
-        yield start, view[start : start + step]
+    for start in range(0, size, step):
+        yield start, min(step, size - start)
 
 
 class Upload:
@@ -76,20 +75,16 @@ class Upload:
         messages: AsyncIterator[pb.UpdateWeightsFromTensorRequest],
         confirm_end: Callable[[], Awaitable[None]],
     ) -> None:
-        ring = self._engine.ring
-        number = 0
+        ring, reader = self._engine.ring, ChunkReader()
         async for message in messages:
-            number += 1
-            if message.WhichOneof("message") != "chunk":
-                invalid(f"message {number} of the stream", "is no chunk; the header comes first and once")
-            chunk = message.chunk
-            if chunk.packed and chunk.tensor:
-                invalid(f"message {number} of the stream", f"is packed, but names tensor {chunk.tensor}")
+            chunk = reader.take(unpacked(message))
+            if chunk is None:
+                continue  # the end; should anything follow, the reader refuses it
             tensor = None if chunk.packed else chunk.tensor
-            for start, piece in pieces(chunk.data, ring.slot_bytes):
+            for start, nbytes in pieces(chunk.size, ring.slot_bytes):
                 slot = await ring.acquire(self._call_id)
-                ring.write(slot, piece)
-                self._engine.send(m.Chunk(self._call_id, tensor, chunk.offset + start, slot, len(piece)))
+                ring.write(slot, chunk.data[start : start + nbytes])
+                self._engine.send(m.Chunk(self._call_id, tensor, chunk.offset + start, slot, nbytes))
         self._confirming = True
         await confirm_end()
         self._end(complete=True)

@@ -15,6 +15,7 @@ from rollout_engine import messages as m
 from rollout_engine.errors import EngineError, Reason
 from rollout_engine.server import convert
 from rollout_engine.server.engine_client import EngineClient
+from rollout_engine.server.receivers import Receivers
 from rollout_engine.server.ring import READER
 from rollout_engine.server.status import guarded
 from rollout_engine.server.uploads import Upload
@@ -38,15 +39,21 @@ def _update(reply: m.Reply) -> pb.UpdateWeightsResponse:
 class WeightsService(weights_pb2_grpc.WeightsServicer):
     """A call whose client goes away is finished by the engine; an update left open ends by its lease."""
 
-    def __init__(self, engine: EngineClient, max_message_bytes: int) -> None:
+    def __init__(self, engine: EngineClient, receivers: Receivers, max_message_bytes: int) -> None:
         self._engine = engine
+        self._receivers = receivers
         self._max_message_bytes = max_message_bytes
 
     # -------------------------------------------------------- the life of an update
 
     async def BeginUpdate(self, request: pb.BeginUpdateRequest, context: Context) -> pb.BeginUpdateResponse:
-        reply = await self._engine.call(m.Begin, request=convert.begin_update(request))
-        return convert.begin_response(msgspec.convert(reply.result, BeginReply))
+        begin = convert.begin_update(request)
+        reply = await self._engine.call(m.Begin, request=begin)
+        begun = msgspec.convert(reply.result, BeginReply)
+        if begin.num_streams and begin.path is Path.TENSOR:
+            ports = await self._receivers.ports(begin.num_streams)
+            begun = dataclasses.replace(begun, stream_ports=tuple(ports))
+        return convert.begin_response(begun)
 
     async def UpdateWeightsFromDisk(
         self, request: pb.UpdateWeightsFromDiskRequest, context: Context

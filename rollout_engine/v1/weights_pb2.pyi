@@ -101,7 +101,7 @@ class Manifest(_message.Message):
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
 
 class BeginUpdateRequest(_message.Message):
-    __slots__ = ("update_id", "path", "weight_version", "manifest", "manifest_digest", "staging", "inflight", "partial", "keep_previous", "adopt", "recapture", "allow_nonfinite", "skip_checksums", "lease_ms", "bucket_bytes", "merged", "num_engines", "directory", "checksums")
+    __slots__ = ("update_id", "path", "weight_version", "manifest", "manifest_digest", "staging", "inflight", "partial", "keep_previous", "adopt", "recapture", "allow_nonfinite", "skip_checksums", "lease_ms", "bucket_bytes", "merged", "num_engines", "directory", "checksums", "num_streams")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,7 @@ class BeginUpdateRequest(_message.Message):
     NUM_ENGINES_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     path: WeightsPath
     weight_version: int
@@ -140,7 +141,8 @@ class BeginUpdateRequest(_message.Message):
     num_engines: int
     directory: str
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, update_id: _Optional[str] = ..., path: _Optional[_Union[WeightsPath, str]] = ..., weight_version: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., manifest_digest: _Optional[str] = ..., staging: _Optional[_Union[Staging, str]] = ..., inflight: _Optional[_Union[Inflight, str]] = ..., partial: bool = ..., keep_previous: bool = ..., adopt: bool = ..., recapture: _Optional[_Union[Recapture, str]] = ..., allow_nonfinite: bool = ..., skip_checksums: bool = ..., lease_ms: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., merged: bool = ..., num_engines: _Optional[int] = ..., directory: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_streams: int
+    def __init__(self, update_id: _Optional[str] = ..., path: _Optional[_Union[WeightsPath, str]] = ..., weight_version: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., manifest_digest: _Optional[str] = ..., staging: _Optional[_Union[Staging, str]] = ..., inflight: _Optional[_Union[Inflight, str]] = ..., partial: bool = ..., keep_previous: bool = ..., adopt: bool = ..., recapture: _Optional[_Union[Recapture, str]] = ..., allow_nonfinite: bool = ..., skip_checksums: bool = ..., lease_ms: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., merged: bool = ..., num_engines: _Optional[int] = ..., directory: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ..., num_streams: _Optional[int] = ...) -> None: ...
 
 class TensorPlacement(_message.Message):
     __slots__ = ("name", "dtype", "shape", "offset", "alias_of")
@@ -157,7 +159,7 @@ class TensorPlacement(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., alias_of: _Optional[str] = ...) -> None: ...
 
 class BeginUpdateResponse(_message.Message):
-    __slots__ = ("update_id", "weight_version", "commit_sequence", "next_weight_version", "manifest_digest", "staging", "total_bytes", "num_buckets", "bucket_bytes", "unmatched", "arena_bytes", "lease_ms")
+    __slots__ = ("update_id", "weight_version", "commit_sequence", "next_weight_version", "manifest_digest", "staging", "total_bytes", "num_buckets", "bucket_bytes", "unmatched", "arena_bytes", "lease_ms", "stream_ports")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     COMMIT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +172,7 @@ class BeginUpdateResponse(_message.Message):
     UNMATCHED_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_PORTS_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     weight_version: int
     commit_sequence: int
@@ -182,7 +185,8 @@ class BeginUpdateResponse(_message.Message):
     unmatched: _containers.RepeatedScalarFieldContainer[str]
     arena_bytes: int
     lease_ms: int
-    def __init__(self, update_id: _Optional[str] = ..., weight_version: _Optional[int] = ..., commit_sequence: _Optional[int] = ..., next_weight_version: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., staging: _Optional[_Union[Staging, str]] = ..., total_bytes: _Optional[int] = ..., num_buckets: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., unmatched: _Optional[_Iterable[str]] = ..., arena_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    stream_ports: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, update_id: _Optional[str] = ..., weight_version: _Optional[int] = ..., commit_sequence: _Optional[int] = ..., next_weight_version: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., staging: _Optional[_Union[Staging, str]] = ..., total_bytes: _Optional[int] = ..., num_buckets: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., unmatched: _Optional[_Iterable[str]] = ..., arena_bytes: _Optional[int] = ..., lease_ms: _Optional[int] = ..., stream_ports: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class UpdateWeightsFromDiskRequest(_message.Message):
     __slots__ = ("update_id", "begin", "directory")
@@ -238,13 +242,21 @@ class UpdateWeightsFromTensorHeader(_message.Message):
     segment: SharedMemorySegment
     def __init__(self, update_id: _Optional[str] = ..., begin: _Optional[_Union[BeginUpdateRequest, _Mapping]] = ..., segment: _Optional[_Union[SharedMemorySegment, _Mapping]] = ...) -> None: ...
 
+class UpdateWeightsFromTensorEnd(_message.Message):
+    __slots__ = ("num_chunks",)
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    num_chunks: int
+    def __init__(self, num_chunks: _Optional[int] = ...) -> None: ...
+
 class UpdateWeightsFromTensorRequest(_message.Message):
-    __slots__ = ("header", "chunk")
+    __slots__ = ("header", "chunk", "end")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
     header: UpdateWeightsFromTensorHeader
     chunk: TensorChunk
-    def __init__(self, header: _Optional[_Union[UpdateWeightsFromTensorHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ...) -> None: ...
+    end: UpdateWeightsFromTensorEnd
+    def __init__(self, header: _Optional[_Union[UpdateWeightsFromTensorHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ..., end: _Optional[_Union[UpdateWeightsFromTensorEnd, _Mapping]] = ...) -> None: ...
 
 class CudaIpcHandle(_message.Message):
     __slots__ = ("device_uuid", "handle", "offset", "probe_bytes", "probe_checksum", "owner")

@@ -139,8 +139,11 @@ def flat(_: Path) -> list[Row]:
 
 def _holdings(front: int) -> Iterator[tuple[tuple[str, str], int]]:
     """((process, what), how much): memory in kB, file handles, threads; files in /dev/shm for all."""
-    children = Path(f"/proc/{front}/task/{front}/children").read_text().split()
-    for who, pid in {"trainer": os.getpid(), "front": front, "engine": int(children[0])}.items():
+    processes = {"trainer": os.getpid(), "front": front}
+    for pid in map(int, Path(f"/proc/{front}/task/{front}/children").read_text().split()):
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+        processes["receiver" if "server.receiver" in command else "engine"] = pid
+    for who, pid in processes.items():
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         yield (who, "RSS"), int(status["VmRSS"].split()[0])
         yield (who, "threads"), int(status["Threads"])

@@ -78,6 +78,7 @@ def test_flashinfer_agrees_with_sdpa_and_transformers(model_dir):
     assert max(sums.values()) < 2 * sums["transformers"] + 0.01, sums
 
 
+@pytest.mark.case("B060")
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8])
 def test_graphs_equal_eager_at_the_same_padded_shape(model_dir, num_rows):
     """Token for token where no row is padded; by log-probabilities of the same tokens where some are."""
@@ -98,6 +99,7 @@ def test_graphs_equal_eager_at_the_same_padded_shape(model_dir, num_rows):
         assert max(abs(x - y) for x, y in zip(a.logprobs[:shared], b.logprobs[:shared], strict=True)) < 0.15
 
 
+@pytest.mark.case("B059")
 def test_padding_touches_no_live_page(model_dir):
     """Three rows in a pass of four: the pool outside their pages and the padding page stays as it was."""
     model = engine(model_dir, prefix_cache=False)
@@ -151,6 +153,7 @@ def test_penalties_and_bias_on_the_device(model_dir):
     assert model.generate([prompt], biased)[0].output_ids == [77] * 4
 
 
+@pytest.mark.case("B057")
 def test_graphs_are_captured_again_exactly_when_an_address_moved(model_dir):
     model = engine(model_dir)
     graphs, target = model.runner.graphs, model.runner.target
@@ -169,6 +172,7 @@ def test_graphs_are_captured_again_exactly_when_an_address_moved(model_dir):
     assert [s.output_ids for s in model.generate(prompts, GREEDY)] == before
 
 
+@pytest.mark.case("B057")
 def test_a_changed_weight_shows_in_a_captured_pass(model_dir):
     model = engine(model_dir)
     prompts = prompts_for(128, [9])

@@ -89,6 +89,7 @@ def test_a_trainer_that_moves_its_weights(gpu_engine, trainer):
     )
 
 
+@pytest.mark.case("B097")
 def test_release_unmaps(gpu_engine, trainer):
     trainer.ask("train", seed=12)
     assert_live(gpu_engine, trainer, trainer.ask("push", staging="none"))
@@ -99,6 +100,7 @@ def test_release_unmaps(gpu_engine, trainer):
     assert_live(gpu_engine, trainer, trainer.ask("push", staging="none"))  # sent in full once more
 
 
+@pytest.mark.case("B101")
 @pytest.mark.parametrize("kind", ["expandable", "strided", "float32"])
 def test_what_cannot_be_lent_as_it_is(kind, gpu_engine, tiny_bf16_dir, start_trainer):
     env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if kind == "expandable" else {}
@@ -129,6 +131,7 @@ def test_generation_goes_on_while_an_update_is_staged(gpu_engine, trainer):
     assert_live(gpu_engine, trainer, pushed)
 
 
+@pytest.mark.case("B097")
 def test_fifty_updates_leave_nothing_behind(gpu_engine, trainer):
     def update(seed: int) -> None:
         trainer.ask("train", seed=seed)

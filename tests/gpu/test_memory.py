@@ -92,6 +92,7 @@ def test_too_much_is_an_out_of_memory_error_and_leaves_nothing_behind():
     assert virtual_memory.allocate(256, DEVICE).numel() == 256
 
 
+@pytest.mark.case("B058")
 def test_a_captured_graph_reads_the_memory_that_came_back():
     data = virtual_memory.allocate(1 << 20, DEVICE).view(torch.float32)
     out = torch.zeros(4, device=DEVICE)
@@ -112,6 +113,7 @@ def test_a_captured_graph_reads_the_memory_that_came_back():
     assert out.tolist() == [10.0] * 4
 
 
+@pytest.mark.case("B113")
 def test_weights_and_staging_come_back_with_the_next_full_update():
     shape = (8192, 8192)  # 128 MiB in bfloat16
     storages = [StorageSpec("w", torch.bfloat16, shape, (SlotSpec("w", shape),))]
@@ -150,6 +152,7 @@ def test_small_weights_too():
     updater.close()
 
 
+@pytest.mark.case("B058")
 def test_the_kv_pool_keeps_its_addresses(tiny_llama_dir):
     config = ModelConfig.from_directory(tiny_llama_dir, known=("LlamaForCausalLM",))
     config = dataclasses.replace(config, dtype=torch.bfloat16)

@@ -133,6 +133,7 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.case("B085")
 def test_a_collective_that_waits_for_nobody_is_aborted_at_its_deadline_and_the_device_goes_on():
     target, new = TinyTarget(device=ENGINE), weights(6)
     with updater_of(target) as updater:
@@ -185,6 +186,7 @@ def test_an_abort_ends_a_receive_under_way():
         assert torch.equal(target.slot(name).cpu(), before[name])
 
 
+@pytest.mark.case("B025")
 def test_a_disagreement_harms_nothing():
     target, new = TinyTarget(device=ENGINE), weights(8)
     with updater_of(target) as updater, joined(updater) as sender, ThreadPoolExecutor(1) as pool:

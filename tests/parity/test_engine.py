@@ -85,6 +85,8 @@ def test_smollm2_equals_transformers(smollm2_dir):
     assert sum(s.num_preemptions for s in sequences) > 0
 
 
+@pytest.mark.case("B131")
+@pytest.mark.case("B132")
 def test_sampled_tokens_carry_the_logprob_of_the_reference(tiny):
     engine, prompts, _ = tiny
     engine.restart()
@@ -113,6 +115,7 @@ def test_a_draw_depends_on_seed_index_and_position_alone(tiny):
         assert len({tuple(s.output_ids) for s in group}) == 3
 
 
+@pytest.mark.case("B131")
 def test_prompt_logprobs_equal_transformers(tiny):
     engine, prompts, _ = tiny
     engine.restart()

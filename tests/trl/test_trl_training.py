@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from tests.trl.trainers import (
     checksums_of,
     logged,
     make_trainer,
+    questions,
 )
 from trainers_adapters.frameworks.trl import attach, make_rollout_func
 
@@ -156,3 +159,53 @@ def test_rloo_by_attach(chat_model_dir, tmp_path, engine, base):
     assert len(diffs) == STEPS * 2 * NUM_GENERATIONS
     assert max(diffs) < CLOSE
     print(f"RLOO, largest log-probability difference {max(diffs):.2e}")
+
+
+@pytest.mark.parametrize("seam", ["attach", "rollout_func"])
+def test_a_second_run_does_not_sample_from_the_weights_of_the_first(chat_model_dir, tmp_path, engine, seam):
+    """Both begin at step 0, and TRL pushes when its step has changed."""
+    watched = Watched(engine, lambda: trainer)
+    with ExitStack() as stack:
+        if seam == "attach":
+            trainer = make_trainer("grpo", chat_model_dir, tmp_path, watched, max_steps=1)
+            stack.enter_context(attach(trainer, engine.address))
+        else:
+            rollout = stack.enter_context(make_rollout_func(engine.address))
+            trainer = make_trainer(
+                "grpo", chat_model_dir, tmp_path, watched, max_steps=1, rollout_func=rollout
+            )
+        trainer.train()
+        with torch.no_grad():
+            trainer.model.model.norm.weight.mul_(1.5)
+        trainer.train()
+    assert [held for _, held in watched.live] == watched.held
+    assert watched.held[0] != watched.held[1]
+
+
+def test_closing_gives_the_trainer_back(chat_model_dir, tmp_path, engine):
+    def short(completion_ids, **given):
+        return [float(-len(ids)) for ids in completion_ids]
+
+    trainer = make_trainer("grpo", chat_model_dir, tmp_path, short, max_steps=1)
+    before = {name: value for name, value in vars(trainer).items() if name != "callback_handler"}
+    callbacks = list(trainer.callback_handler.callbacks)
+    attached = attach(trainer, engine.address)
+    assert trainer.use_vllm
+    attached.close()
+    attached.close()
+    after = {name: value for name, value in vars(trainer).items() if name in before}
+    assert {name for name in before if after.get(name) is not before[name]} == set()
+    assert trainer.callback_handler.callbacks == callbacks
+    with attach(trainer, engine.address):
+        trainer.train()
+    assert logged(trainer, "rollsync/weight_version") == [engine.rollout.info().weight_version]
+
+
+def test_evaluation_samples_from_the_engine(chat_model_dir, tmp_path, engine, base):
+    seen = Seen()
+    trainer = make_trainer("grpo", chat_model_dir, tmp_path, seen, per_device_eval_batch_size=NUM_GENERATIONS)
+    with attach(trainer, engine.address):
+        metrics = trainer.evaluate(questions().select(range(2)))
+    assert seen.versions == [[base + 1] * NUM_GENERATIONS] * 2
+    assert metrics["eval_rollsync/weight_version"] == base + 1
+    assert 0 < metrics["eval_reward"] < 1

@@ -16,14 +16,14 @@ import socket
 import sys
 import time
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
 
 from rollout_engine import messages as m
 from tests.wire.fake_replies import FIRST_VERSION, LAYOUT, Script, begin_reply, update_reply, weight_bytes
-from weight_updater.requests import UpdateReply, UpdateState
+from weight_updater.requests import Manifest, UpdateReply, UpdateState
 from weight_updater.shm import SharedSegment
 
 VOCAB_SIZE, CONTEXT_LENGTH, EOS = 512, 1024, 3
@@ -38,6 +38,11 @@ class Running:
     index: int
     sent: int = 0
     kept: list[tuple[int, float]] = field(default_factory=list)
+
+
+def listed(manifest: Manifest) -> dict[str, Any]:
+    """A manifest for the log."""
+    return {"tensors": [asdict(tensor) for tensor in manifest.tensors]}
 
 
 class FakeEngine:
@@ -246,7 +251,7 @@ class FakeEngine:
 
     def handle(self, command: m.Command) -> None:
         name = type(command).__name__
-        fields = msgspec.to_builtins(command)
+        fields = msgspec.to_builtins(command, enc_hook=listed)
         if isinstance(command, m.SubmitRequest):  # without what is long
             fields = {"request_id": command.request_id, "stream": command.stream}
             fields |= {"seed": command.params.seed, "token_ids": command.token_ids[:16]}
@@ -388,6 +393,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("script")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--receivers-fd", type=int)
     arguments = parser.parse_args()
     script = Script(**json.loads(arguments.script))
     FakeEngine(script, socket.socket(fileno=arguments.fd)).run()

@@ -101,6 +101,9 @@ def assert_serves(engine: RunningEngine, model, version: int) -> None:
 _seeds = iter(range(1, 10_000))
 
 
+@pytest.mark.case("B001")
+@pytest.mark.case("B053")
+@pytest.mark.case("B071")
 @pytest.mark.parametrize("staging", STAGINGS)
 @pytest.mark.parametrize("path", PATHS)
 def test_an_update_is_bit_exact_in_place_and_labelled(path, staging, engine, senders, trainer):
@@ -131,6 +134,8 @@ def test_an_update_is_bit_exact_in_place_and_labelled(path, staging, engine, sen
     assert torch.equal(weight.tensor(), tensor)
 
 
+@pytest.mark.case("B062")
+@pytest.mark.case("B069")
 @pytest.mark.parametrize("inflight", ["wait", "abort", "keep", "recompute"])
 @pytest.mark.parametrize(
     ("path", "staging"), [(p, "host") for p in PATHS] + [("tensor", "none"), ("ipc", "none")]
@@ -205,6 +210,9 @@ class ListSource:
         )
 
 
+@pytest.mark.case("B018")
+@pytest.mark.case("B027")
+@pytest.mark.case("B142")
 @pytest.mark.parametrize("fault", BAD_MANIFESTS)
 @pytest.mark.parametrize("path", PATHS)
 def test_what_does_not_fit_is_refused_and_nothing_changes(path, fault, engine, senders, trainer):
@@ -241,6 +249,8 @@ def test_versions_only_grow_and_one_update_is_open_at_a_time(engine, trainer):
     assert engine.rollout.info().weight_version == live + 7
 
 
+@pytest.mark.case("B063")
+@pytest.mark.case("B084")
 @pytest.mark.parametrize("staging", ["host", "none"])
 @pytest.mark.parametrize("path", ["disk", "distributed", "tensor", "ipc"])
 def test_a_sender_killed_half_way(path, staging, engine, senders, trainer, model_dir, work_dir):

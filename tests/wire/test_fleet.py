@@ -65,6 +65,7 @@ def assert_unchanged(fleet, before) -> None:
         assert engine.greedy(PROMPT, ignore_eos=True).weight_versions == [state[1]] * 8
 
 
+@pytest.mark.case("B073")
 @pytest.mark.parametrize("path", PATHS)
 def test_a_push_commits_the_same_everywhere(path, fleet, senders, model):
     report = push(model, fleet, via=senders[path])
@@ -146,6 +147,7 @@ class Spoiling(TensorStream):
         return client.update_from_tensor(begun.update_id, chunks)
 
 
+@pytest.mark.case("B073")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_failed_vote_aborts_all(victim, fleet, model):
     before = [state_of(engine) for engine in fleet]
@@ -177,6 +179,8 @@ def test_a_first_engine_that_does_not_commit_takes_the_push_back(fleet, model):
     assert_unchanged(fleet, before)
 
 
+@pytest.mark.case("B073")
+@pytest.mark.case("B074")
 @pytest.mark.parametrize("path", ["tensor", "distributed"])
 def test_after_the_first_commit_a_laggard_is_named_and_kept_out(path, fleet, senders, model):
     first, second = fleet
@@ -218,6 +222,7 @@ def test_replicas_draw_different_samples_unless_they_are_seeded(fleet, model):
     assert len(set(seeded)) == 8
 
 
+@pytest.mark.case("B125")
 def test_instances_can_be_told_apart(fleet):
     first, second = (engine.rollout.info() for engine in fleet)
     assert first.instance_id != second.instance_id

@@ -237,7 +237,8 @@ def test_one_call_begins_updates_and_commits(tmp_path):
         assert (reply.state, reply.weight_version) == (pb.UPDATE_STATE_COMMITTED, 6)
         # Whoever was told of the commit finds the new version in the state at once.
         assert front.running.engine.state.weight_version == 6
-        assert front.commands("EndOfChunks") == [{"type": "EndOfChunks", "call_id": 1, "complete": True}]
+        end = {"type": "EndOfChunks", "call_id": 1, "complete": True, "reason": ""}
+        assert front.commands("EndOfChunks") == [end]
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,7 @@ def test_memory_is_not_released_under_work(engine, model):
     assert stream.end().finish_reason == "length"
 
 
+@pytest.mark.case("B142")
 @pytest.mark.parametrize("path", ["disk", "segment", "ipc"])
 def test_without_staging_bad_values_that_can_be_seen_beforehand_disturb_nobody(path, engine, senders, model):
     version = push(ModuleSource(model), engine).version

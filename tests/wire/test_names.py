@@ -89,6 +89,7 @@ def test_adapters_are_skipped_only_if_they_are_said_to_be_merged(engine, model):
     assert_serves(engine, model, engine.weights.commit(begun.update_id).version)
 
 
+@pytest.mark.case("B018")
 @pytest.mark.parametrize("path", PATHS)
 def test_a_partial_update_writes_what_it_brings_and_names_the_rest(path, engine, senders, model):
     push(ModuleSource(model), engine)

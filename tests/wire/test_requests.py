@@ -86,6 +86,7 @@ def test_a_pause_that_could_never_end_is_refused(engine):
     assert stream.end().finish_reason == "length"
 
 
+@pytest.mark.case("B054")
 def test_the_cache_is_flushed_only_when_idle(engine):
     stream = InFlight(engine)
     assert reason_of(engine.rollout.flush_cache) == "BUSY"
@@ -100,6 +101,7 @@ def test_the_cache_is_flushed_only_when_idle(engine):
 # ---------------------------------------------------------------- order and limits
 
 
+@pytest.mark.case("B074")
 def test_min_version_keeps_a_laggard_out(engine, model):
     version = push_weights(ModuleSource(model), engine.weights).version
     fresh = engine.greedy(PROMPT, min_version=version, ignore_eos=True)

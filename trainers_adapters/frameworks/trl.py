@@ -52,7 +52,8 @@ def make_rollout_func(address: str, **options: Unpack[EngineOptions]) -> Rollout
 def attach(trainer: Any, address: str, **options: Unpack[EngineOptions]) -> Attached:
     """Let a GRPOTrainer or RLOOTrainer, built with use_vllm=False, sample from the engine at `address`.
 
-    On every rank, before train(). Leave the result's `with` block, or close it, after the last use.
+    On every rank, before train(). Leaving the result's `with` block, or closing it, gives the trainer back as
+    it was.
 
     Raises:
         IncompatibleTrl: the installed TRL lacks a private name that this needs; it is named.
@@ -69,7 +70,8 @@ class _EngineSide:
     def __init__(self, address: str, **options: Unpack[EngineOptions]) -> None:
         self.engine = LiveEngine(address, **options)
         self._rollouts: Rollouts | None = None
-        self._joined: Any = None
+        self._joined: Any = None  # the trainer whose callback this is
+        self._callback: TrainerCallback | None = None
         self._place: tuple[str, int] = ("", 0)  # mode and global step of the last generation
         self._count = 0  # of generations there
         atexit.register(self.close)
@@ -82,6 +84,7 @@ class _EngineSide:
     def close(self) -> None:
         """Give back what pushes allocated, and the connection. Harmless twice."""
         atexit.unregister(self.close)
+        self._part()
         self.engine.close()
 
     def __enter__(self) -> Any:
@@ -98,10 +101,17 @@ class _EngineSide:
             ranks = Ranks(accelerator.num_processes, accelerator.process_index, accelerator.device)
             ranks.from_main(lambda: check_engine(self.engine.wait(), trainer))
             self._rollouts = Rollouts(self.engine, ranks, lambda: source_of(trainer))
-            self._joined = trainer
-            trainer.add_callback(_AtTrainBegin(forget))
+            self._part()
+            self._joined, self._callback = trainer, _AtTrainBegin(forget)
+            trainer.add_callback(self._callback)
             forget()
         return self._rollouts
+
+    def _part(self) -> None:
+        """Take the callback from the trainer that has it."""
+        if self._joined is not None:
+            self._joined.remove_callback(self._callback)
+        self._joined = None
 
     def _generate(self, trainer: Any, prompts: Sequence[list[int]]) -> list[Sample]:
         assert self._rollouts is not None
@@ -176,16 +186,26 @@ class Attached(_EngineSide):
             raise ValueError("the trainer has a rollout_func; use either that or attach")
         super().__init__(address, **options)
         self._trainer = trainer
+        self._before: dict[str, Any] = {}
         try:
             self._join(trainer, self._forget)
         except BaseException:
             self.close()
             raise
+        self._before |= {"use_vllm": False, "vllm_mode": trainer.vllm_mode}
         self._score = trainer._calculate_rewards
         trainer._calculate_rewards = self._rewards
         trainer.vllm_generation = self
         trainer.vllm_mode = "server"  # colocate would look for an LLM object inside the backend
         trainer.use_vllm = True
+
+    def close(self) -> None:
+        if self._before:
+            for name, value in self._before.items():
+                setattr(self._trainer, name, value)
+            del self._trainer._calculate_rewards, self._trainer.vllm_generation
+            self._before = {}
+        super().close()
 
     def sync_weights(self) -> None:
         """Make the trainer's weights live on the engine. On every rank."""

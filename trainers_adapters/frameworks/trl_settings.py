@@ -94,6 +94,10 @@ def check_trainer(trainer: Any, timeout_s: float) -> None:
             f"timeout_s is {timeout_s:g}, but ranks wait for each other only {args.ddp_timeout} s "
             f"(ddp_timeout); lower the one or raise the other"
         )
+    if trainer.accelerator.num_processes > 1 and getattr(trainer, "tools", None):
+        raise ValueError(
+            "with tools, ranks make turns of their own, but rank 0 samples for all; use one process"
+        )
     correction = getattr(trainer, "vllm_importance_sampling_correction", False)
     mode = getattr(trainer, "vllm_importance_sampling_mode", "")
     if getattr(trainer, "loss_type", "") == "vespo" and correction and not mode.startswith("token_"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -91,17 +92,26 @@ def decode_rate(
     return batch * num_out / (prefill + (num_out - 1) * step)
 
 
-def stream_rates(nbytes: int) -> dict[str, float]:
+def stream_rates(nbytes: int, num_receivers: int) -> dict[str, float]:
     """Bytes per second of client streams of 4 MiB chunks on loopback, by kind, one process at each end.
 
     raw: bytes in, nothing parsed. protobuf: our messages. aio: our messages, with a grpc.aio server.
+    raw xN: as raw, from one client to N servers at once.
     """
+    rates = {kind: _stream_rate(kind, 1, nbytes) for kind in ("raw", "protobuf", "aio")}
+    if num_receivers > 1:
+        rates[f"raw x{num_receivers}"] = _stream_rate("raw", num_receivers, nbytes)
+    return rates
+
+
+def _stream_rate(kind: str, num_servers: int, nbytes: int) -> float:
     from tests import children
     from tests.benchmarks.gpu import stream_server
 
-    rates = {}
-    for kind in ("raw", "protobuf", "aio"):
-        with children.start("tests.benchmarks.gpu.stream_server", kind) as server:
-            address = f"127.0.0.1:{server.ask('port')}"
-            rates[kind] = stream_server.client_rate(kind, address, nbytes)
-    return rates
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(children.start("tests.benchmarks.gpu.stream_server", kind))
+            for _ in range(num_servers)
+        ]
+        addresses = [f"127.0.0.1:{server.ask('port')}" for server in servers]
+        return stream_server.client_rate(kind, addresses, nbytes)

@@ -14,7 +14,7 @@ from tests.benchmarks.gpu.engines import CAPTURE_SIZES
 from tests.benchmarks.gpu.model import Part
 from tests.benchmarks.gpu.results import Line
 from trainers_adapters import BroadcastGroup, TensorStream
-from weight_updater.requests import BeginUpdate, Manifest, Path, Recapture
+from weight_updater.requests import MAX_STREAMS, BeginUpdate, Manifest, Path, Recapture
 
 BROADCAST_BYTES = 1 << 30
 FLOOR_BYTES = 1 << 30
@@ -53,8 +53,9 @@ def tensor_stream(bench: Bench) -> Line:
     host, manifest = bench.host_weights, bench.weights.manifest(checksums=False)
     part = Part(host.named, manifest, bench.sizes.stream_bytes)
     names = [name for name, _ in part]
-    bench.say("floor: grpcio streams")
-    rates = floors.stream_rates(min(part.nbytes, FLOOR_BYTES))
+    num_receivers = _num_receivers(bench)
+    bench.say(f"floor: grpcio streams; the engine names {num_receivers} receivers")
+    rates = floors.stream_rates(min(part.nbytes, FLOOR_BYTES), num_receivers)
     floor = rates["raw"]
     told = ", ".join(f"{kind} {rate / 1e9:.2f}" for kind, rate in rates.items())
     bench.say(f"floors: {told} GB/s")
@@ -63,7 +64,7 @@ def tensor_stream(bench: Bench) -> Line:
         _disturb_first(bench, part)
 
     found = {}
-    for streams, sender in senders_of_streams().items():
+    for streams, sender in senders_of_streams(num_receivers).items():
         bench.say(f"by {streams}")
         with sender:
             seconds, replies = bench.repeat(
@@ -74,19 +75,31 @@ def tensor_stream(bench: Bench) -> Line:
         found[streams] = part.nbytes / seconds
         pause = median_pause_ms(replies)
     one, best = found["one stream"], max(found.values())
-    several = [rate for streams, rate in found.items() if streams != "one stream"]
+    several = [rate for streams, rate in found.items() if streams not in ("one stream", "the front")]
     note = (
-        f"{part.nbytes / 1e9:.1f} GB; one stream {one / 1e9:.2f} GB/s, {one / floor:.0%} of the floor; "
+        f"{part.nbytes / 1e9:.1f} GB; one stream has {one / floor:.0%} of the floor; "
         f"floors {told} GB/s; pause {pause:.1f} ms; "
-        + (f"several receivers {max(several) / 1e9:.2f} GB/s" if several else "the engine names one receiver")
+        + ", ".join(f"{streams} {rate / 1e9:.2f} GB/s" for streams, rate in found.items())
     )
     also = one >= 0.8 * floor and bool(several)
     return bench.line("tensor_stream", best / 1e9, floor / 1e9, also=also, note=note)
 
 
-def senders_of_streams() -> dict[str, TensorStream]:
-    """One stream, and as many as the engine names receivers, where the client can do that."""
-    return {"one stream": TensorStream()}
+def senders_of_streams(num_receivers: int) -> dict[str, TensorStream]:
+    """One stream, as many as the engine names receivers, and one to the front."""
+    senders = {"one stream": TensorStream(max_streams=1)}
+    if num_receivers > 1:
+        senders[f"{num_receivers} receivers"] = TensorStream()
+    return senders | {"the front": TensorStream(max_streams=0)}
+
+
+def _num_receivers(bench: Bench) -> int:
+    """How many the engine names; they run from then on."""
+    manifest = Manifest(bench.weights.manifest(checksums=False).tensors[:1])
+    update = BeginUpdate(path=Path.TENSOR, manifest=manifest, partial=True, num_streams=MAX_STREAMS)
+    begun = bench.engine.weights.begin(update)
+    bench.engine.weights.abort(begun.update_id)
+    return len(begun.stream_ports)
 
 
 def _disturb_first(bench: Bench, part: Part) -> None:

@@ -1,4 +1,4 @@
-"""The floor of the gRPC stream: a server that only counts bytes, as a process, and its client.
+"""The floor of the gRPC stream: servers that only count bytes, as processes, and their client.
 
 python -m tests.benchmarks.gpu.stream_server raw|protobuf|aio
 """
@@ -10,8 +10,9 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -22,7 +23,11 @@ from tests.children import obey
 METHOD = "/floor.Floor/Stream"
 CHUNK_BYTES = (4 << 20) - 4096
 REPEATS = 5
-OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection for each channel
+)
 Request = pb.UpdateWeightsFromTensorRequest
 
 
@@ -84,10 +89,12 @@ def _serve_aio() -> int:
     return ports[0]
 
 
-def client_rate(kind: str, address: str, nbytes: int) -> float:
-    """Bytes per second of the median of REPEATS streams of about `nbytes`, after a warm-up."""
+def client_rate(kind: str, addresses: Sequence[str], nbytes: int) -> float:
+    """Bytes per second of streams to all addresses at once, of together about `nbytes`: the median of
+    REPEATS after a warm-up.
+    """
     data = bytes(CHUNK_BYTES)
-    num_chunks = max(1, nbytes // CHUNK_BYTES)
+    num_chunks = max(1, nbytes // CHUNK_BYTES // len(addresses))
 
     def messages() -> Iterator[Any]:
         for index in range(num_chunks):
@@ -96,16 +103,20 @@ def client_rate(kind: str, address: str, nbytes: int) -> float:
             else:
                 yield Request(chunk=pb.TensorChunk(tensor=index, offset=0, data=data))
 
-    taken = []
-    with grpc.insecure_channel(address, options=OPTIONS) as channel:
+    def send(channel: grpc.Channel) -> None:
         serialise = None if kind == "raw" else Request.SerializeToString
-        call = channel.stream_unary(METHOD, request_serializer=serialise)
+        answer = channel.stream_unary(METHOD, request_serializer=serialise)(messages())
+        assert int.from_bytes(answer, "little") == num_chunks * CHUNK_BYTES
+
+    taken = []
+    with ExitStack() as stack:
+        channels = [stack.enter_context(grpc.insecure_channel(where, OPTIONS)) for where in addresses]
+        pool = stack.enter_context(ThreadPoolExecutor(len(channels)))
         for _ in range(REPEATS + 1):
             start = time.perf_counter()
-            answer = call(messages())
+            list(pool.map(send, channels))
             taken.append(time.perf_counter() - start)
-            assert int.from_bytes(answer, "little") == num_chunks * CHUNK_BYTES
-    return num_chunks * CHUNK_BYTES / statistics.median(taken[1:])
+    return len(addresses) * num_chunks * CHUNK_BYTES / statistics.median(taken[1:])
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ def test_bad_sampling_options_are_refused_before_the_call(option, error, match):
         client.generate([1], **option)
 
 
+@pytest.mark.case("B124")
 def test_idempotent_calls_are_retried_and_others_are_not(engine: FakeEngine, address: str) -> None:
     gone = (grpc.StatusCode.UNAVAILABLE, "", "connection reset")
     with RolloutClient(address) as client:

@@ -74,6 +74,8 @@ def test_settings_that_an_engine_cannot_honour_are_refused():
     ranks = Object(state=make_trainer().accelerator.state, num_processes=2)
     refused(r"timeout_s is 1800, but ranks wait .* only 1800 s", 1800.0, accelerator=ranks)
     check_trainer(make_trainer(accelerator=ranks), 600.0)
+    refused("with tools, ranks make turns of their own", accelerator=ranks, tools=[print])
+    check_trainer(make_trainer(tools=[print]), 600.0)
     vespo = {"loss_type": "vespo", "vllm_importance_sampling_correction": True}
     refused("vespo loss corrects token by token", vllm_importance_sampling_mode="sequence_mask", **vespo)
     check_trainer(make_trainer(vllm_importance_sampling_mode="token_mask", **vespo), 600.0)

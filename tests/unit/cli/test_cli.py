@@ -206,6 +206,7 @@ def test_demo_passes_on_the_last_line_or_says_what_to_do(
     assert run("demo", "--json").exit_code == 1
 
 
+@pytest.mark.case("B127")
 def test_json_has_null_for_what_is_not_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": [float("nan"), float("inf"), 1.5], "b": (True, None)})
     assert one_object(capsys.readouterr().out) == {"a": [None, None, 1.5], "b": [True, None]}

@@ -209,6 +209,7 @@ def test_prefill_computes_logits_of_sampled_rows_only(runner, monkeypatch):
     assert [len(values) for values in result.prompt_logprobs] == [2, 36, 15]
 
 
+@pytest.mark.case("B059")
 def test_a_row_does_not_see_what_pages_held_before(runner):
     """NaN left in reused pages (of a sequence that broke) must not reach their next owner."""
     scheduler = HandScheduler(runner)
@@ -222,6 +223,7 @@ def test_a_row_does_not_see_what_pages_held_before(runner):
     assert [row.output for row in fresh] == [row.output for row in rows]
 
 
+@pytest.mark.case("B141")
 def test_nan_weights_end_one_way_and_leave_no_trace(runner):
     scheduler = HandScheduler(runner)
     row = scheduler.row(PROMPTS[0])
@@ -239,6 +241,7 @@ def test_nan_weights_end_one_way_and_leave_no_trace(runner):
     assert other.output == expected.output
 
 
+@pytest.mark.case("B058")
 def test_released_kv_comes_back_zeroed_in_the_same_tensors(runner):
     scheduler = HandScheduler(runner)
     row = scheduler.row(PROMPTS[1])

@@ -30,6 +30,7 @@ def test_every_switch_gives_the_same_tokens(chunked, mixed, prefix):
     assert (max(runner.num_tokens) <= 16 + 8) == chunked
 
 
+@pytest.mark.case("B147")
 def test_preemption_recomputes_and_changes_no_token():
     bounds = limits(num_pages=16, prefix_cache=False)
     scheduler, runner = Scheduler(bounds), FakeRunner(bounds)
@@ -44,6 +45,7 @@ def test_preemption_recomputes_and_changes_no_token():
     assert scheduler.pool.num_free == 16
 
 
+@pytest.mark.case("B053")
 def test_prefix_cache_reuses_whole_pages_under_one_commit_only():
     bounds = limits()
     scheduler, runner = Scheduler(bounds), FakeRunner(bounds)
@@ -65,6 +67,7 @@ def test_prefix_cache_reuses_whole_pages_under_one_commit_only():
     assert scheduler.pool.num_free == bounds.num_pages
 
 
+@pytest.mark.case("B053")
 def test_pages_of_mixed_commits_never_enter_the_cache():
     bounds = limits()
     scheduler, runner = Scheduler(bounds), FakeRunner(bounds)
@@ -139,6 +142,8 @@ def test_scoring_samples_nothing_and_labels_each_logprob():
     assert [(span.start, span.weight_version) for span in one.spans] == [(0, 1), (16, 2)]
 
 
+@pytest.mark.case("B137")
+@pytest.mark.case("B138")
 def test_stop_ids_min_tokens_and_ignore_eos():
     scheduler = Scheduler(limits(eos_token_ids=(3,)))
     cases = [
@@ -168,6 +173,8 @@ def test_stop_ids_min_tokens_and_ignore_eos():
     assert forbidden[2] == ()
 
 
+@pytest.mark.case("B127")
+@pytest.mark.case("B141")
 def test_a_row_that_is_not_finite_fails_alone():
     bounds = limits()
     scheduler, runner = Scheduler(bounds), FakeRunner(bounds)
@@ -201,6 +208,8 @@ def test_priority_runs_first_and_draining_admits_only_started():
     assert scheduler.schedule(1, 1, only_started=True).sequence_ids == [1]
 
 
+@pytest.mark.case("B056")
+@pytest.mark.case("B148")
 @settings(max_examples=200, deadline=None)
 # Two sequences compute the same page at once; its cached twin must be held by both.
 @example(12, 1, [[1], [1, 1], [1, 1]], [], (False, False, True, False))

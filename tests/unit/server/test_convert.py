@@ -42,6 +42,7 @@ def full_begin(**changes) -> weights_pb2.BeginUpdateRequest:
         "num_engines": 2,
         "directory": "/w",
         "checksums": [2**64 - 1],
+        "num_streams": 3,
     }
     return weights_pb2.BeginUpdateRequest(**{**fields, **changes})
 
@@ -67,6 +68,7 @@ def test_begin_update_carries_every_field():
         merged=True,
         num_engines=2,
         directory="/w",
+        num_streams=3,
     )
 
 
@@ -141,6 +143,7 @@ def shm(**fields) -> weights_pb2.SharedMemorySegment:
     )
 
 
+@pytest.mark.case("B104")
 def test_ipc_handles_become_regions():
     handle = weights_pb2.MemoryHandle(allocation_id="A", size=8, posix_shm=shm(size=0, allocation_id=""))
     placement = weights_pb2.RegionPlacement(tensor=1, handle=0, offset=256)
@@ -204,8 +207,9 @@ def test_replies_carry_every_field():
     assert (wire.weight_version, wire.previous_weight_version, wire.received_checksum) == (6, 5, 2**64 - 1)
     assert (wire.seconds.pause, wire.seconds.wait, wire.num_aborted, wire.extra_bytes) == (3.0, 7.0, 10, 15)
     begun = begin_reply(convert.begin_update(full_begin()), 5, 3)
-    wire = convert.begin_response(begun)
+    wire = convert.begin_response(dataclasses.replace(begun, stream_ports=(6, 7)))
     assert unset_fields(wire) == set()
+    assert wire.stream_ports == [6, 7]
     assert (wire.weight_version, wire.next_weight_version, wire.lease_ms) == (5, 7, 1500)
 
 

@@ -42,6 +42,13 @@ class FakeSink:
         for index, position in zip(indexes, positions, strict=True):
             self.write(index, 0, data[position : position + self.tensors[index].numel()])
 
+    def write_packed(self, position: int, data: torch.Tensor) -> None:
+        end = position + data.numel()
+        for index, offset in enumerate(self.manifest.packed_offsets()[0]):
+            first, last = max(position, offset), min(end, offset + self.tensors[index].numel())
+            if first < last:
+                self.write(index, first - offset, data[first - position : last - position])
+
     def flush(self) -> None:
         """Nothing is put off."""
 

@@ -143,6 +143,7 @@ def test_an_error_while_bytes_are_put_away_reaches_the_sender(registry, pool) ->
         transfer(registry, pool, sender, 1)
 
 
+@pytest.mark.case("B084")
 def test_the_death_of_the_receiving_process_reaches_both_sides(registry, pool) -> None:
     tensors = {"a": torch.ones(5000)}
 
@@ -177,6 +178,7 @@ def test_closing_the_sender_from_another_thread_ends_both_sides(registry, pool) 
     sender.close()
 
 
+@pytest.mark.case("B084")
 def test_engines_that_receive_from_a_sender_that_never_sends(registry, pool) -> None:
     with join(registry, pool, timeout_s=20.0):
         start = time.monotonic()

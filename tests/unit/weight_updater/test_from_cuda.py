@@ -208,6 +208,8 @@ def test_tied_names(gpu: FakeGpu, scanned: bool) -> None:
     assert_live(target, new)
 
 
+@pytest.mark.case("B107")
+@pytest.mark.case("B108")
 def test_a_probe_that_differs_is_refused_and_unmapped(gpu: FakeGpu) -> None:
     updater = make_updater(TinyTarget())
     handle = gpu.allocate(1, 4096)

@@ -45,6 +45,24 @@ def test_groups_that_come_and_go_leave_nothing(registry, pool) -> None:
     assert eventually(lambda: resources() == before), (resources(), before)
 
 
+def test_a_group_whose_trainer_died_is_forgotten(registry, pool) -> None:
+    before = None
+    for _ in range(2):
+        with join(registry, pool) as sender:
+            transfer(registry, pool, sender, 1)
+            time.sleep(1.5)
+            registry.drop_ended()
+            assert registry.names == ["g"], "an idle trainer is not a dead one"
+
+        def forgotten() -> bool:
+            registry.drop_ended()
+            return not registry.names
+
+        assert eventually(forgotten)
+        before = before or resources()
+    assert eventually(lambda: resources() == before), (resources(), before)
+
+
 @pytest.mark.case("B077")
 def test_names_exist_once_and_destroying_is_idempotent(registry, pool) -> None:
     assert not registry.destroy("g")

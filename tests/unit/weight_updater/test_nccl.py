@@ -104,6 +104,8 @@ def test_a_sink_in_host_memory_is_fed_through_two_buffers(world, monkeypatch):
     assert_stored(sink, target, new)
 
 
+@pytest.mark.case("B025")
+@pytest.mark.case("B093")
 def test_a_disagreement_is_refused_on_both_sides_before_any_collective_and_harms_nothing(world, monkeypatch):
     target, new = TinyTarget(), weights(5)
     manifest = manifest_of(new)
@@ -123,6 +125,7 @@ def test_a_disagreement_is_refused_on_both_sides_before_any_collective_and_harms
         assert world.wire.num_aborts == 0
 
 
+@pytest.mark.case("B085")
 def test_a_broadcast_that_never_ends_is_aborted_at_its_deadline_and_the_name_is_free(world, monkeypatch):
     world.timeout_s = 1.0
     target, new = TinyTarget(), weights(6)

@@ -78,6 +78,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 }
 
 
+@pytest.mark.case("B012")
 @pytest.mark.case("B002")
 @pytest.mark.case("B009")
 @pytest.mark.case("B018")

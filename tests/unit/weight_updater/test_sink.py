@@ -104,6 +104,7 @@ BAD = {
 }
 
 
+@pytest.mark.case("B119")
 @pytest.mark.parametrize(("index", "offset", "size", "match"), BAD.values(), ids=BAD.keys())
 def test_bad_chunks(index: int, offset: int, size: int, match: str) -> None:
     target = TinyTarget()

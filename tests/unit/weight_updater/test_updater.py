@@ -250,6 +250,7 @@ def test_checksum_mismatch(target: TinyTarget, staging: Staging, torn: bool) -> 
     assert updater.version == 4
 
 
+@pytest.mark.case("B142")
 @pytest.mark.case("B024")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
 def test_nonfinite_after_the_cast(target: TinyTarget, bad: float) -> None:
@@ -340,6 +341,7 @@ def test_manifest_by_digest_with_new_checksums(target: TinyTarget) -> None:
     assert equal(target.values(), new)
 
 
+@pytest.mark.case("B111")
 def test_discard_needs_a_full_update(target: TinyTarget) -> None:
     updater = make_updater(target)
     push(updater, weights(1), keep_previous=True)

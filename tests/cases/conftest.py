@@ -1,0 +1,73 @@
+"""Engines and models that the tests of public bug reports share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cases.common import Tensors, stored, wake
+from tests.desk import Desk, desk
+from tests.engines import RunningEngine, serve
+from tests.tiny import make_tiny
+from tests.ways import Ways
+
+
+@pytest.fixture(scope="session")
+def tied_dir(tmp_path_factory) -> Path:
+    """A tiny Llama with a tied head, of which the file has the embedding only, float32. Read only."""
+    return make_tiny(tmp_path_factory.mktemp("tied-llama"), "llama", tied=True)
+
+
+@pytest.fixture(scope="package")
+def kept_engine(tied_dir, tmp_path_factory) -> Iterator[Desk]:
+    with desk(tied_dir, reserve_device_staging=True, weights_roots=(tmp_path_factory.getbasetemp(),)) as made:
+        yield made
+
+
+@pytest.fixture(scope="package")
+def ways(kept_engine, tmp_path_factory) -> Iterator[Ways]:
+    """Senders to `engine`."""
+    with Ways(kept_engine, tmp_path_factory.mktemp("ways")) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(kept_engine, ways, weights) -> Iterator[Desk]:
+    """An engine with a tied head and every staging, kept; serving, idle and whole before each test."""
+    yield kept_engine
+    if kept_engine.now.open_update_id:
+        kept_engine.abort_update(kept_engine.now.open_update_id)
+    if kept_engine.now.released_tags:
+        wake(kept_engine)
+    if kept_engine.updater.torn_reason:
+        ways.push("segment", weights)
+    kept_engine.idle()
+
+
+@pytest.fixture
+def weights(tied_dir) -> Tensors:
+    """What the engine was started with."""
+    return stored(tied_dir)
+
+
+@pytest.fixture(scope="package")
+def untied(tmp_path_factory) -> Iterator[tuple[Desk, Ways, Path]]:
+    """An engine with a head of its own, senders to it, and its model directory."""
+    directory = make_tiny(tmp_path_factory.mktemp("untied") / "qwen3", "qwen3")
+    folder = tmp_path_factory.mktemp("untied-pushes")
+    with (
+        desk(directory, reserve_device_staging=True, weights_roots=(folder,)) as engine,
+        Ways(engine, folder) as ways,
+    ):
+        yield engine, ways, directory
+
+
+@pytest.fixture(scope="package")
+def served(tied_dir, tmp_path_factory) -> Iterator[RunningEngine]:
+    """A real engine behind gRPC, for what the wire alone shows."""
+    with serve(
+        tied_dir, "--num-pages", "128", "--weights-root", str(tmp_path_factory.getbasetemp())
+    ) as running:
+        yield running

@@ -1,0 +1,417 @@
+"""The life of an update: half of one is never served, and whatever fails, the engine answers again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_engine import messages as m
+from rollout_engine.errors import EngineError
+from rollout_engine.errors import Reason as EngineReason
+from tests.cases.common import EMBED, HEAD, NORM, Q, Tensors, assert_serves, live, stored, trained
+from tests.desk import WAIT_S, Desk, Running, chunks_of, desk
+from tests.tiny import make_tiny
+from tests.ways import STAGINGS, WAYS, Ways, manifest_of
+from tests.wire.trainer import PROMPT
+from weight_updater import commit as commit_module
+from weight_updater.errors import Reason, UpdateError, UpdateRefused
+from weight_updater.requests import BeginUpdate, FromTensor, Inflight, InitGroup, Path, Staging
+
+OLD, NEW, MIXED = 7, 9, 0
+
+
+def constant_model(tensors: Tensors, token: int, sign: float) -> Tensors:
+    """Weights under which every token is `token`, and under a mixture of two such models (of different token
+    and sign) none of either is: the hidden state is `sign` everywhere, and only the head's row of `token`
+    fits to it.
+    """
+    made = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    made[EMBED][:] = sign
+    made[HEAD][token] = sign
+    for name in made:
+        if "norm" in name:
+            made[name][:] = 1.0
+    return made
+
+
+@pytest.fixture(scope="module")
+def constant(tmp_path_factory) -> Iterator[tuple[Desk, Ways, Callable[[int, float], Tensors]]]:
+    """An engine with a head of its own, which can be made to say one token only."""
+    directory = make_tiny(tmp_path_factory.mktemp("constant") / "llama", "llama", context_length=4096)
+    folder = tmp_path_factory.mktemp("constant-pushes")
+    shapes = stored(directory)
+    with (
+        desk(directory, num_pages=1024, reserve_device_staging=True, weights_roots=(folder,)) as engine,
+        Ways(engine, folder) as ways,
+    ):
+        yield engine, ways, lambda token, sign: constant_model(shapes, token, sign)
+
+
+def slowly(engine: Desk, update_id: str, tensors: Tensors, num_buckets: int, gap_s: float) -> None:
+    """Send the tensors in calls of their own, with time in between for forward passes."""
+    chunks = list(chunks_of(tensors))
+    step = -(-len(chunks) // num_buckets)
+    for start in range(0, len(chunks), step):
+        engine.stream(update_id, chunks[start : start + step])
+        time.sleep(gap_s)
+
+
+@pytest.mark.case("B062")
+@pytest.mark.parametrize("inflight", list(Inflight))
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_no_token_comes_from_half_an_update(staging, inflight, constant):
+    """Sixteen streams, an update in ten buckets, and requests that come while it is under way."""
+    engine, ways, model = constant
+    ways.push("segment", model(OLD, 1.0))
+    old, new = engine.version, model(NEW, -1.0)
+    streams = [engine.submit([5, 6, 7, i], max_tokens=150) for i in range(16)]
+    for stream in streams:
+        stream.started(2)
+    begin = BeginUpdate(Path.TENSOR, manifest=manifest_of(new), staging=staging, inflight=inflight)
+    begun = engine.begin(begin)
+    late: list[Running] = []
+    sending = threading.Thread(target=slowly, args=(engine, begun.update_id, new, 10, 0.005))
+    sending.start()
+    while sending.is_alive():
+        late.append(engine.submit([8, 9], max_tokens=20))
+        time.sleep(0.01)
+    sending.join()
+    reply = engine.commit(begun.update_id)
+    for stream in [*streams, *late]:
+        stream.end()
+        tokens, labels = stream.tokens(), stream.labels()
+        assert len(tokens) == len(labels) == len(stream.logprobs())
+        switch = tokens.count(OLD)
+        assert tokens == [OLD] * switch + [NEW] * (len(tokens) - switch), (
+            "a token of a mixture, or out of order"
+        )
+        assert labels == [old] * switch + [reply.version] * (len(tokens) - switch)
+        if inflight is Inflight.WAIT:
+            assert len(set(tokens)) == 1
+        assert stream.finish() == (
+            "abort" if inflight is Inflight.ABORT and len(tokens) < 20 else stream.finish()
+        )
+    assert sum(len(stream.tokens()) == 150 for stream in streams) == (
+        16 if inflight is not Inflight.ABORT else 0
+    )
+    assert engine.generate([1, 2]).tokens() == [NEW] * 8
+
+
+@pytest.mark.case("B062")
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_token_comes_from_half_an_update_by_any_path(way, staging, constant):
+    engine, ways, model = constant
+    prepare_way(ways, way)
+    ways.push("segment", model(OLD, 1.0))
+    old = engine.version
+    streams = [engine.submit([5, 6, 7, i], max_tokens=120) for i in range(4)]
+    for stream in streams:
+        stream.started(2)
+    reply = ways.push(way, model(NEW, -1.0), staging=staging, inflight=Inflight.KEEP)
+    for stream in streams:
+        tokens = stream.end().tokens()
+        switch = tokens.count(OLD)
+        assert tokens == [OLD] * switch + [NEW] * (120 - switch)
+        assert 0 < switch < 120
+        assert stream.labels() == [old] * switch + [reply.version] * (120 - switch)
+    assert engine.generate([1, 2]).tokens() == [NEW] * 8
+
+
+@pytest.mark.case("B069")
+@pytest.mark.parametrize("inflight", [Inflight.KEEP, Inflight.RECOMPUTE])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_token_carries_the_version_that_sampled_it(way, inflight, engine, ways, weights):
+    """Two updates under one request: three versions in one completion, in order, not the last one only."""
+    prepare_way(ways, way)
+    running = engine.submit(PROMPT, max_tokens=400, n=2, temperature=1.0).started(3)
+    versions = [engine.version]
+    for _ in range(2):
+        seen = [len(running.tokens(i)) for i in range(2)]
+        versions.append(ways.push(way, trained(weights), inflight=inflight).version)
+        running.started(max(seen) + 2)
+    running.end()
+    for index in range(2):
+        labels = running.labels(index)
+        assert len(labels) == len(running.tokens(index)) == 400
+        assert labels == sorted(labels)
+        assert sorted(set(labels)) == versions
+
+
+@pytest.mark.case("B071")
+def test_every_path_tells_the_same_of_its_commit(engine, ways, weights):
+    told: dict[tuple[str, Staging], Any] = {}
+    for staging in STAGINGS:
+        new = trained(weights)
+        for way in WAYS:
+            version, sequence = engine.version, engine.updater.commit_sequence
+            for push in (ways.push, ways.push_in_steps):
+                reply = push(way, new, staging=staging)
+            assert (reply.version, reply.previous_version) == (version + 2, version + 1)
+            assert reply.commit_sequence == sequence + 2
+            assert reply.path == {"segment": "tensor", "stream": "tensor"}.get(way, way)
+            assert reply.staging == staging
+            assert reply.seconds.transfer > 0
+            assert reply.seconds.pause > 0
+            told[way, staging] = replace(
+                reply, update_id="", path=Path.DISK, version=0, previous_version=0, commit_sequence=0,
+                num_changed=0, seconds=reply.seconds.__class__(), gb_per_s=0.0, floor_seconds=0.0,
+            )  # fmt: skip
+            state = engine.now
+            assert (state.weight_version, state.commit_sequence) == (reply.version, reply.commit_sequence)
+        assert len({told[way, staging] for way in WAYS}) == 1, "checksums, counts, graphs, warnings"
+
+
+# ---------------------------------------------------------------- faults
+
+
+def fail_finalise(engine: Desk, monkeypatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no room for the tables")
+
+    monkeypatch.setattr(engine.runner.target, "finalise", fail)
+
+
+def fail_compare(engine: Desk, monkeypatch) -> None:
+    monkeypatch.setattr(commit_module, "slot_checksums", lambda target, names: dict.fromkeys(names, 1))
+
+
+def fail_verify(engine: Desk, monkeypatch) -> None:
+    def fail(*args: Any) -> None:
+        raise UpdateRefused(Reason.CHECKSUM_MISMATCH, "not the bytes that were promised")
+
+    monkeypatch.setattr("weight_updater.updater.check_received", fail)
+    monkeypatch.setattr("weight_updater.receive.check_received", fail)
+
+
+def fail_third_write(engine: Desk, monkeypatch) -> None:
+    """Of a tensor by itself; small ones come together, and the first lot of them fails."""
+    from weight_updater.sink import Sink
+
+    really, calls = Sink._begin_write, []
+
+    def fail_later(self: Sink, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) >= 3:
+            raise OSError("the device is gone")
+        return really(self, *args)
+
+    def fail(self: Sink, indexes: Any) -> None:
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(Sink, "_begin_write", fail_later)
+    monkeypatch.setattr(Sink, "_claim_whole", fail)
+
+
+STAGES = {
+    "a write": fail_third_write,
+    "verifying": fail_verify,
+    "finalising": fail_finalise,
+    "comparing": fail_compare,
+}
+
+
+@pytest.mark.case("B063")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_fails_the_engine_answers_again(
+    way, staging, stage, engine, ways, tied_dir, weights, monkeypatch
+):
+    """It serves the old version, or says that it serves none; and the next update is taken."""
+    for push in (ways.push, ways.push_in_steps):
+        prepare_way(ways, way)
+        before = live(engine)
+        running = engine.submit(PROMPT, max_tokens=400).started()
+        with monkeypatch.context() as broken:
+            STAGES[stage](engine, broken)
+            with pytest.raises((UpdateError, EngineError)):
+                push(way, trained(weights), staging=staging, inflight=Inflight.KEEP)
+        if open_id := engine.now.open_update_id:
+            engine.abort_update(open_id)
+        assert engine.version == before[2]
+        assert not engine.engine._gate.parked_by_update
+        started = time.monotonic()
+        if torn := engine.updater.torn_reason:
+            assert engine.now.status == "not_serving"
+            with pytest.raises(EngineError) as refused:
+                engine.generate(PROMPT)
+            assert refused.value.reason is EngineReason.NOT_SERVING
+        else:
+            assert live(engine) == before, "nothing had been written"
+            assert engine.now.status == "serving"
+            assert engine.generate(PROMPT).labels() == [before[2]] * 8
+        assert time.monotonic() - started < 5
+        assert running.end().finish() == ("error" if torn else "length")
+        early = stage in ("a write", "verifying") and (staging is not Staging.NONE or way == "ipc")
+        assert not (early and torn)
+        assert torn or early or way in ("disk", "segment")
+        new = trained(weights)
+        assert ways.push("segment", new, staging=staging).version == before[2] + 1
+        assert_serves(engine, tied_dir, new)
+
+
+def prepare_way(ways: Ways, way: str) -> None:
+    """A process group takes seconds to make, which would be over before the update comes."""
+    if way == "distributed":
+        ways.join()
+
+
+@pytest.mark.case("B063")
+@pytest.mark.case("B083")
+def test_a_group_that_nobody_hosts_holds_up_nothing(engine, tied_dir, weights):
+    before, threads = live(engine), threading.active_count()
+    started = time.monotonic()
+    joining = engine.start(
+        m.InitWeightsGroup, request=InitGroup("lonely", "127.0.0.1", 1, 1, 2, timeout_s=1.0)
+    )
+    answered = 0
+    while not joining.done():
+        assert engine.generate(PROMPT).labels() == [before[2]] * 8
+        answered += 1
+    with pytest.raises(UpdateRefused, match="'lonely', rank 1 of world size 2") as refused:
+        joining.result()
+    assert refused.value.reason in (Reason.TIMEOUT, Reason.PEER_LOST)
+    assert time.monotonic() - started < 15  # a process starts first
+    assert answered > 5, "requests were answered while it waited"
+    assert "lonely" not in engine.updater.groups.names
+    assert live(engine) == before
+    assert threading.active_count() <= threads + 1  # a worker of the pool that is kept
+
+
+# ---------------------------------------------------------------- two at once
+
+
+@pytest.mark.case("B065")
+@pytest.mark.parametrize("staging", [Staging.HOST, Staging.NONE])
+@pytest.mark.parametrize(
+    "ways_of_two", [("disk", "disk"), ("disk", "stream"), ("segment", "ipc"), ("stream", "stream")]
+)
+def test_two_updates_at_once(ways_of_two, staging, engine, ways, tied_dir, weights):
+    """Each is answered; the weights are those of one of them, whole, and the version counts the commits."""
+    models = [trained(weights) for _ in range(2)]
+    offers = [ways.offer(way, model) for way, model in zip(ways_of_two, models, strict=True)]
+    for _ in range(5):
+        version = engine.version
+        with ThreadPoolExecutor(2) as pool:
+            started = time.monotonic()
+            calls = [pool.submit(o.send, "", replace(o.begin, staging=staging)) for o in offers]
+            outcomes = [call.exception(10) or call.result() for call in calls]
+            assert time.monotonic() - started < 10
+        committed = [o for o in outcomes if not isinstance(o, Exception)]
+        refused = [o for o in outcomes if isinstance(o, Exception)]
+        assert committed
+        assert all(isinstance(o, UpdateRefused) and o.reason is Reason.UPDATE_IN_PROGRESS for o in refused)
+        assert sorted(o.version for o in committed) == [version + i + 1 for i in range(len(committed))]
+        assert engine.version == version + len(committed)
+        last = outcomes.index(max(committed, key=lambda o: o.version))
+        assert_serves(engine, tied_dir, models[last])
+
+
+@pytest.mark.case("B066")
+@pytest.mark.parametrize("staging", [Staging.DEVICE, Staging.HOST])
+def test_an_update_that_failed_leaves_room_for_the_next(staging, engine, ways, tied_dir, weights):
+    before, new = live(engine), trained(weights)
+    begin = BeginUpdate(Path.TENSOR, manifest=manifest_of(new), staging=staging)
+    good = list(chunks_of(new, 1024))
+    ends: dict[str, Callable[[str], None]] = {
+        "a bad chunk": lambda uid: engine.stream(uid, [*good[:3], (99, 0, b"12345678")]) and None,
+        "a chunk twice": lambda uid: engine.stream(uid, [*good[:3], good[1]]) and None,
+        "a stream that breaks": lambda uid: break_off(engine, uid, good[:3]),
+        "a lease": lambda uid: expire(engine, uid),
+        "an abort": lambda uid: engine.stream(uid, good[:3]) and engine.abort_update(uid) and None,
+    }
+    for what, end in ends.items():
+        begun = engine.begin(begin)
+        if what in ("a lease", "an abort"):
+            end(begun.update_id)
+        else:
+            with pytest.raises(UpdateRefused):
+                end(begun.update_id)
+        engine.until(lambda state: not state.open_update_id, "the update ends")
+        with pytest.raises(UpdateRefused) as gone:
+            engine.commit(begun.update_id)
+        assert gone.value.reason is Reason.UNKNOWN_UPDATE, what
+        assert live(engine) == before, what
+    assert ways.push("stream", new, staging=staging).version == before[2] + 1
+    assert_serves(engine, tied_dir, new)
+
+
+def break_off(engine: Desk, update_id: str, chunks: list[Any]) -> None:
+    call = engine.start_update(FromTensor(update_id))
+    engine.feed(call, chunks, complete=False)
+    call.result(WAIT_S)
+
+
+def expire(engine: Desk, update_id: str) -> None:
+    engine.call(m.RenewLease, update_id=update_id, lease_s=0.05)
+    engine.until(lambda state: not state.open_update_id, "the lease runs out")
+
+
+@pytest.mark.case("B068")
+@pytest.mark.parametrize("way", ["stream", "segment", "ipc", "disk"])
+def test_a_version_that_did_not_arrive_whole_is_never_live(way, engine, ways, weights):
+    before, new = live(engine), trained(weights)
+    wanted = before[2] + 5
+    bad = ways.offer(way, {**new, NORM: new[NORM] * float("nan")})
+    for call in (
+        lambda: bad.send("", replace(bad.begin, version=wanted)),
+        lambda: (lambda b: (bad.send(b.update_id), engine.commit(b.update_id)))(
+            engine.begin(replace(bad.begin, version=wanted))
+        ),
+    ):
+        with pytest.raises(UpdateRefused):
+            call()
+        assert engine.now.weight_version == engine.version == before[2]
+    assert live(engine) == before
+    assert ways.push(way, new).version == before[2] + 1, "a version that was not named is the next one"
+    assert ways.push(way, new, version=wanted).version == wanted
+
+
+@pytest.mark.case("B074")
+@pytest.mark.parametrize("way", ["disk", "stream", "segment", "ipc"])
+def test_a_fresh_engine_waits_for_the_weights_of_now(way, tied_dir, tmp_path, weights):
+    with desk(tied_dir, min_version=5, weights_roots=(tmp_path,)) as engine, Ways(engine, tmp_path) as ways:
+        assert (engine.now.status, engine.now.weight_version) == ("not_serving", 0)
+        assert "from 5 on" in engine.now.reason
+        for version in (0, 3, 4):
+            if version:
+                ways.push(way, trained(weights), version=version)
+            with pytest.raises(EngineError) as refused:
+                engine.generate(PROMPT)
+            assert refused.value.reason is EngineReason.VERSION_TOO_OLD
+        new = trained(weights)
+        ways.push(way, new, version=5)
+        assert engine.now.status == "serving"
+        assert engine.generate(PROMPT).last.weight_version == 5, "every reply carries it"
+        assert_serves(engine, tied_dir, new)
+        with pytest.raises(EngineError) as refused:
+            engine.submit(PROMPT, min_version=6).end()
+        assert refused.value.reason is EngineReason.VERSION_TOO_OLD
+
+
+@pytest.mark.case("B010")
+def test_an_adapter_counts_once(engine, ways, weights):
+    """W = 0, BA = 1, s = 2: merged it is 2, however often it is sent; adapters alone are refused."""
+    a, b, scale = torch.full((1, 64), 1.0), torch.full((64, 1), 1.0), 2.0
+    merged = {**weights, Q: torch.zeros(64, 64) + scale * (b @ a)}
+    base = f"base_model.model.{Q.removesuffix('.weight')}"
+    adapters = {f"{base}.lora_A.default.weight": a, f"{base}.lora_B.default.weight": b}
+    named = {f"base_model.model.{n.replace('proj.', 'proj.base_layer.')}": t for n, t in merged.items()}
+    for way in WAYS:
+        for _ in range(2):
+            reply = ways.push(way, {**named, **adapters}, merged=True)
+            assert (engine.runner.target.slot(Q) == 2.0).all()
+            assert set(reply.unmatched) == set(adapters)
+        for options in ({}, {"partial": True}, {"merged": True, "partial": True}):
+            with pytest.raises(UpdateRefused):
+                ways.push(way, adapters, **options)
+            assert (engine.runner.target.slot(Q) == 2.0).all()
+    ways.push("segment", weights)

@@ -1,0 +1,90 @@
+"""What the nursery's children do. Imported before the forks: everything that takes long stands at the top."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+from rollout_engine import engine_main
+from rollout_engine.config import ServeConfig
+from rollout_engine.server import app
+from tests.faults import client, trainer
+from tests.faults.weights import load_model
+from weight_updater import gloo_child
+
+
+def load(model_dir: Path) -> None:
+    """PARENT. The trainer's model, made by one thread."""
+    torch.set_num_threads(1)
+    trainer.MODEL = load_model(model_dir)
+    assert transformers.AutoTokenizer is not None  # resolves what the front imports for a tokenizer
+    assert len(os.listdir("/proc/self/task")) == 1, "the imports started a thread"
+
+
+def front(fds: list[int], *, control: mmap.mmap, stub: str, config: dict, ready_file: str) -> int:
+    """`rollsync serve`, whose engine comes from the nursery."""
+    os.close(fds[0])
+    return app.serve(ServeConfig(**config), Path(ready_file), engine_command=(stub,))
+
+
+def engine(fds: list[int], *, control: mmap.mmap, stub: str) -> int:
+    """The engine process of a front; its group children come from the nursery as well."""
+    _take_standard_streams(fds)
+    sys.executable = stub
+    os.preadv = _faulty_reads(control, os.preadv)  # type: ignore[assignment]
+    return engine_main.main(["--fd", str(fds[3])])
+
+
+def gloo(fds: list[int], *, control: mmap.mmap, stub: str) -> int:
+    """The group child of an engine."""
+    _take_standard_streams(fds)
+    sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+    gloo_child.main()
+    return 0
+
+
+def _take_standard_streams(fds: list[int]) -> None:
+    for number, fd in enumerate(fds[:3]):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _faulty_reads(control: mmap.mmap, read: Callable[..., int]) -> Callable[..., int]:
+    """os.preadv, of which the armed call fails or is slow; see Nursery.arm."""
+    words = memoryview(control).cast("q")
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if words[0]:
+            words[2] += 1
+            if words[2] == words[1]:
+                if words[0] == 1:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                time.sleep(words[3] / 1000)
+        return read(fd, buffers, offset, flags)
+
+    return preadv
+
+
+def _talking(play: Callable[..., int]) -> Callable[..., int]:
+    def run(fds: list[int], *, control: mmap.mmap, stub: str, **arguments: object) -> int:
+        return play(socket.socket(fileno=fds[0]), **arguments)
+
+    return run
+
+
+ROLES: dict[str, Callable[..., int]] = {
+    "front": front,
+    "engine": engine,
+    "gloo": gloo,
+    "trainer": _talking(trainer.main),
+    "client": _talking(client.main),
+}

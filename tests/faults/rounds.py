@@ -1,0 +1,123 @@
+"""What a round is: one update by one path, struck at one stage; and which rounds a run consists of.
+
+Rounds are drawn pairwise: every (stage, path), (stage, staging) and (path, staging) that can meet comes at
+least once, and of strikes those come first whose pairs have not been seen. All that is left open (which
+chunk, what form of call, what becomes of sequences) follows from the round's seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PATHS = ("disk", "distributed", "tensor", "segment", "ipc", "adopt")
+STAGINGS = ("none", "host", "device")
+STAGES = ("start", "staging", "begun", "transfer", "sent", "prepared", "commit", "committed")
+STRIKES = (
+    "none",
+    "kill trainer",
+    "stop trainer",
+    "close channel",
+    "abort update",
+    "kill engine",
+    "stop engine",
+    "kill front",
+    "kill client",
+    "kill group",
+    "slow read",
+    "read error",
+    "full",
+    "roll back",
+)
+WITHOUT_STAGES = ("none", "slow read", "read error", "full")
+"""Strikes that come by themselves: they have one stage only."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round; `line` repeats it."""
+
+    path: str
+    staging: str
+    stage: str
+    strike: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        return " / ".join((self.path, self.staging, self.stage, self.strike))
+
+    @property
+    def line(self) -> str:
+        return f'python -m tests.faults repeat "{self.key} / {self.seed}"'
+
+
+def parse(text: str) -> Round:
+    """The round of a `key / seed`."""
+    path, staging, stage, strike, seed = text.split(" / ")
+    made = Round(path, staging, stage, strike, int(seed))
+    if not can_be(made.path, made.staging, made.stage, made.strike):
+        raise ValueError(f"there is no round {made.key!r}")
+    return made
+
+
+def can_be(path: str, staging: str, stage: str, strike: str) -> bool:
+    """Whether these four meet."""
+    if path == "adopt" and (staging != "none" or stage == "prepared"):
+        return False
+    if stage == "staging" and path in ("tensor", "distributed"):
+        return False  # nothing is put anywhere before the update begins
+    if strike == "kill group":
+        return path == "distributed" and stage in ("begun", "transfer", "sent", "prepared", "commit")
+    if strike in ("slow read", "read error"):
+        return path == "disk" and stage == "transfer"
+    if strike == "full":
+        return path in ("disk", "segment", "ipc", "adopt") and stage == "staging"
+    if strike == "roll back":
+        return stage == "committed" and path != "adopt" and staging != "none"
+    if strike == "none":
+        return stage == "committed"
+    if strike == "abort update":
+        return stage not in ("start", "staging")
+    return True
+
+
+def all_kinds() -> list[tuple[str, str, str, str]]:
+    """Every (path, staging, stage, strike) that can be."""
+    return [kind for kind in itertools.product(PATHS, STAGINGS, STAGES, STRIKES) if can_be(*kind)]
+
+
+def pairwise(seed: int, at_least: int) -> list[Round]:
+    """Rounds that cover the pairs of path, staging and stage, and as many with strikes as fit in."""
+    rng = random.Random(seed)
+    kinds = all_kinds()
+    needed = {pair for kind in kinds for pair in _pairs(kind[:3])}
+    seen: set[tuple] = set()
+    chosen: list[Round] = []
+    while needed - seen or len(chosen) < at_least:
+        rng.shuffle(kinds)
+        best = max(kinds, key=lambda k: 10 * len(_pairs(k[:3]) - seen) + len(_pairs(k) - seen))
+        seen |= _pairs(best)
+        chosen.append(Round(*best, rng.randrange(1, 1_000_000)))
+    rng.shuffle(chosen)
+    return chosen
+
+
+def endless(seed: int, counts: Counter[str]) -> Iterator[Round]:
+    """Rounds at random, those first that were run least."""
+    rng = random.Random(seed)
+    kinds = all_kinds()
+    ran = Counter(counts)
+    while True:
+        rng.shuffle(kinds)
+        kind = min(kinds[: len(kinds) // 3], key=lambda k: ran[" / ".join(k)])
+        made = Round(*kind, rng.randrange(1, 1_000_000))
+        ran[made.key] += 1
+        yield made
+
+
+def _pairs(kind: tuple[str, ...]) -> set[tuple]:
+    return set(itertools.combinations(enumerate(kind), 2))

@@ -1,0 +1,57 @@
+"""Rounds of faults on real processes: pairwise over stage, path and staging, with a seed that is printed."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.__main__ import playground
+from tests.faults.play import Player
+from tests.faults.rounds import PATHS, STAGES, STAGINGS, all_kinds, pairwise, parse
+
+SEED = int(os.environ.get("FAULTS_SEED") or random.SystemRandom().randrange(1_000_000))
+"""FAULTS_SEED=N runs the same rounds again."""
+
+FOUND = [
+    "segment / device / prepared / kill front / 484875",  # the engine lived on without its front
+    "ipc / host / prepared / kill trainer / 95460",  # the dead trainer's memory stayed mapped
+]
+"""Rounds that once showed a fault of the product."""
+
+
+@pytest.fixture(scope="module")
+def player() -> Iterator[Player]:
+    with playground() as made:
+        yield made
+
+
+@pytest.mark.timeout(600)
+def test_every_fault_leaves_a_whole_version_or_says_so(player, capsys):
+    rounds = [parse(text) for text in FOUND] + pairwise(SEED, at_least=40)
+    for number, round_ in enumerate(rounds):
+        try:
+            player.play(round_)
+        except BaseException:
+            with capsys.disabled():
+                print(f"\nround {number} of seed {SEED}; it alone is repeated by\n  {round_.line}")
+            raise
+    with capsys.disabled():
+        print(f"\n{len(rounds)} rounds of faults held (FAULTS_SEED={SEED})")
+
+
+def test_the_rounds_of_a_run_cover_all_pairs():
+    for seed in range(3):
+        rounds = pairwise(seed, at_least=40)
+        assert len(rounds) >= 40
+        kinds = all_kinds()
+        for one, two in (("path", "staging"), ("path", "stage"), ("staging", "stage")):
+            index = {"path": 0, "staging": 1, "stage": 2}
+            possible = {(kind[index[one]], kind[index[two]]) for kind in kinds}
+            assert {(getattr(r, one), getattr(r, two)) for r in rounds} == possible
+        assert len({r.strike for r in rounds}) >= 8
+    assert {kind[0] for kind in kinds} == set(PATHS)
+    assert {kind[1] for kind in kinds} == set(STAGINGS)
+    assert {kind[2] for kind in kinds} == set(STAGES)

@@ -1,0 +1,146 @@
+"""What may be true after a round, and the ledger of which version stood for which weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.faults.rounds import Round
+from tests.faults.weights import base_of, greedy_tokens, load_model, weights_of, write_into
+from weight_updater.checksum import checksum
+
+if TYPE_CHECKING:
+    from tests.faults.play import Outcome
+
+
+class Ledger:
+    """Versions and their weights; commit sequences and their versions, in their order."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model = load_model(model_dir)
+        self._base = base_of(self._model)
+        self._seeds: dict[int, int] = {}
+        self._kept: dict[int, tuple[dict[str, int], list[int]]] = {}
+        self._version_of: dict[int, int] = {}  # commit sequence -> version, of this engine's life
+        self._sequence = -1
+        self.highest = 0
+        self.live = 0
+        self.restart(0)
+
+    def restart(self, version: int) -> None:
+        """An engine starts with the base weights under `version`."""
+        self._seeds[version] = 0
+        self._kept.pop(version, None)
+        self._version_of.clear()
+        self._sequence = -1
+        self.live = self.highest = version
+
+    def expect(self, version: int, seed: int) -> int:
+        """An update of this version would bring these weights."""
+        self._seeds[version] = seed
+        self.highest = max(self.highest, version)
+        return version
+
+    def observe(self, state) -> None:
+        """What the engine says about itself; its commit sequence never goes back."""
+        assert state.commit_sequence >= self._sequence, "the commit sequence went back"
+        self._sequence = state.commit_sequence
+        self.note(state.commit_sequence, state.weight_version)
+        assert state.weight_version >= self.live or self._rollback_asked, "the version went back by itself"
+        self._rollback_asked = False
+        self.live = state.weight_version
+
+    _rollback_asked = False
+
+    def rolled_back(self, reply) -> None:
+        self._rollback_asked = True
+        self.note(reply.commit_sequence, reply.version)
+
+    def note(self, sequence: int, version: int) -> None:
+        """One commit sequence has one version, whoever says so."""
+        known = self._version_of.setdefault(sequence, version)
+        assert known == version, f"commit {sequence} was version {known} and is {version}"
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        return weights_of(self._base, self._seeds[version])
+
+    def checksums(self, version: int) -> dict[str, int]:
+        return self._look(version)[0]
+
+    def tokens(self, version: int) -> list[int]:
+        """The first greedy tokens of the reference model with this version's weights."""
+        return self._look(version)[1]
+
+    def _look(self, version: int) -> tuple[dict[str, int], list[int]]:
+        if version not in self._kept:
+            weights = self.weights(version)
+            write_into(self._model, weights)
+            sums = {name: checksum(tensor) for name, tensor in weights.items()}
+            self._kept[version] = sums, greedy_tokens(self._model)
+            while len(self._kept) > 8:
+                del self._kept[next(iter(self._kept))]
+        return self._kept[version]
+
+
+def allowed(round_: Round, plan: dict, outcome: Outcome, moved: bool) -> set[str]:
+    """old, new, torn: which of them the engine may be after this round."""
+    if outcome.rolled_back:
+        return {"old"}
+    ended = outcome.ended.get("ended")
+    if round_.path == "adopt":
+        return _allowed_adopted(round_, outcome, moved, ended)
+    if ended == "committed":
+        return {"new"}
+    if round_.strike in ("none", "kill client", "slow read"):
+        return {"new"}  # nothing that an update would notice
+    may_be = {"old"}
+    if round_.stage == "committed":
+        return {"new"}
+    if round_.stage == "commit" or (plan["form"] == "one call" and round_.stage == "transfer"):
+        may_be |= {"new"}
+    if round_.strike == "stop engine":
+        may_be |= {"new"}
+    writes = round_.staging == "none" and round_.stage in ("transfer", "sent", "prepared", "commit")
+    if writes or (round_.staging == "none" and round_.strike == "stop trainer" and ended == "refused"):
+        may_be |= {"torn"}
+    return may_be
+
+
+def _allowed_adopted(round_: Round, outcome: Outcome, moved: bool, ended: str | None) -> set[str]:
+    """The engine lives on the trainer's memory: what the trainer loses, it loses."""
+    committed = ended == "committed" or round_.stage == "committed"
+    if outcome.trainer_lost:
+        if moved or committed:
+            return {"torn"}
+        return {"old", "torn"} if round_.stage == "commit" else {"old"}
+    if ended == "committed":
+        return {"new"}
+    return {"old", "torn"} if moved else {"old"}
+
+
+def check_records(
+    round_: Round, plan: dict, outcome: Outcome, records: list[dict], ledger: Ledger, versions: tuple
+) -> None:
+    """Every token was sampled under a version there was, in the order of the commits; errors were asked for."""
+    last = -1
+    for record in records:
+        for _, version, sequence in record["spans"]:
+            ledger.note(sequence, version)
+            assert sequence >= last, f"a token of commit {sequence} came after one of {last}: {record}"
+            last = sequence
+        seen = {version for _, version, _ in record["spans"]}
+        if len(seen) == 1 and record["tokens"]:
+            expected = ledger.tokens(seen.pop())
+            assert record["tokens"][: len(expected)] == expected[: len(record["tokens"])], record
+        problem = record["error"] or (record["finish"] if record["finish"] in ("error", "abort") else "")
+        assert not problem or _asked_for(problem, round_, plan, outcome), f"{problem}: {record} {plan}"
+
+
+def _asked_for(problem: str, round_: Round, plan: dict, outcome: Outcome) -> bool:
+    if outcome.engine_lost:
+        return True
+    if problem == "abort":
+        return plan["inflight"] == "abort"
+    return round_.staging == "none"

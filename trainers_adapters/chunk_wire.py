@@ -1,0 +1,84 @@
+"""Messages of the chunk stream, written so that the bytes they carry are copied once. No torch.
+
+The protobuf library would copy a chunk's bytes three times on their way into a message. What is written here
+is what the library writes, byte for byte, so that it can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rollout_engine.v1 import weights_pb2 as pb
+from rollout_engine.v1.weights_pb2_grpc import WeightsStub
+
+Bytes = bytes | bytearray | memoryview
+Chunk = tuple[int | None, int, Bytes | list[Bytes]]
+"""(index in the manifest, offset in bytes within the tensor, bytes in one piece or several). No index: the
+offset counts in all tensors packed in the manifest's order, each at a multiple of 256 bytes, of which a chunk
+may hold several.
+"""
+
+_CHUNK_TAG = b"\x12"  # field 2 of UpdateWeightsFromTensorRequest, length-delimited
+_TENSOR_TAG, _OFFSET_TAG, _DATA_TAG, _PACKED = b"\x08", b"\x10", b"\x1a", b"\x20\x01"  # of TensorChunk
+
+
+class ChunkStreamStub(WeightsStub):
+    """The Weights service; UpdateWeightsFromTensor takes messages that are serialised already."""
+
+    def __init__(self, channel: Any) -> None:
+        super().__init__(channel)  # type: ignore[no-untyped-call]
+        self.UpdateWeightsFromTensor = channel.stream_unary(
+            "/rollout_engine.v1.Weights/UpdateWeightsFromTensor",
+            response_deserializer=pb.UpdateWeightsResponse.FromString,
+        )
+
+
+def stream_messages(
+    header: pb.UpdateWeightsFromTensorHeader, chunks: Iterable[Chunk | bytes], *, says_end: bool
+) -> Iterator[bytes]:
+    """A whole stream, serialised.
+
+    Args:
+        chunks: as they are, or as messages.
+        says_end: tell the engine how many chunks there were, so that it need not wait for news of a break.
+    """
+    yield pb.UpdateWeightsFromTensorRequest(header=header).SerializeToString()
+    num_chunks = 0
+    for chunk in chunks:
+        yield chunk if isinstance(chunk, bytes) else chunk_message(chunk)
+        num_chunks += 1
+    if says_end:
+        end = pb.UpdateWeightsFromTensorEnd(num_chunks=num_chunks)
+        yield pb.UpdateWeightsFromTensorRequest(end=end).SerializeToString()
+
+
+def chunk_message(chunk: Chunk) -> bytes:
+    """One chunk as a message.
+
+    Raises:
+        ValueError: a tensor index or an offset that cannot be sent.
+    """
+    tensor, offset, data = chunk
+    if not 0 <= (tensor or 0) < 1 << 32 or not 0 <= offset < 1 << 64:
+        raise ValueError(f"a chunk names tensor {tensor} and byte {offset}, which no message can carry")
+    parts = data if isinstance(data, list) else [data]
+    size = sum([memoryview(part).nbytes for part in parts])
+    # Fields that hold zero are left out, as the library does.
+    fields = [_TENSOR_TAG + _varint(tensor)] if tensor else []
+    if offset:
+        fields.append(_OFFSET_TAG + _varint(offset))
+    if size:
+        fields.append(_DATA_TAG + _varint(size))
+    head, tail = b"".join(fields), _PACKED if tensor is None else b""
+    return b"".join([_CHUNK_TAG, _varint(len(head) + size + len(tail)), head, *parts, tail])
+
+
+def _varint(value: int) -> bytes:
+    """A number in [0, 2**64) as protobuf has it: seven bits a byte, the lowest first."""
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
