@@ -57,7 +57,7 @@ def serve(model: Path, weights_root: Path) -> Iterator[str]:
         ready = Path(directory) / "ready.json"
         command = [sys.executable, "-m", "rollout_engine.cli", "serve", "--model", str(model), "--port", "0"]
         command += ["--dtype", "float32", "--num-pages", "256", "--ready-file", str(ready)]
-        command += ["--weights-root", str(weights_root)]
+        command += ["--weights-root", str(weights_root), "--log-level", "warning"]
         engine = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             while not ready.exists():

@@ -30,7 +30,8 @@ class Channel:
         payload = messages.encoder.encode(message)
         try:
             with self._send_lock:
-                self._sock.sendall(HEADER.pack(len(payload)) + payload)
+                if self._sock.fileno() >= 0:  # else this end was closed: the other one is gone
+                    self._sock.sendall(HEADER.pack(len(payload)) + payload)
         except (BrokenPipeError, ConnectionResetError):
             return
 
@@ -47,7 +48,7 @@ class Channel:
         """The next bytes; fewer where the other end closed, or died with something unread."""
         try:
             found: bytes = self._stream.read(nbytes)
-        except ConnectionResetError:
+        except (ConnectionResetError, ValueError):  # ValueError: this end was closed meanwhile
             return b""
         return found
 
@@ -65,4 +66,6 @@ class Channel:
         """Close this end; a thread that reads it ends."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        self._stream.close()  # the socket stays open as long as this does
+        with self._send_lock:  # nobody is to write to what has its descriptor next
+            self._sock.close()

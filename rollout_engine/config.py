@@ -50,6 +50,19 @@ class ServeConfig(BaseSettings):
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     """With all three: mTLS; clients must present a certificate of this CA."""
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """Serve metrics for Prometheus at http://METRICS_HOST:PORT/metrics; 0 lets the system choose, none serves
+    none. Token and TLS are those of the engine's own port."""
+    metrics_host: str = "127.0.0.1"
+    metrics_log: Path | None = None
+    """Append samples and updates to this file, as JSON lines; `rollsync plot` draws it."""
+    metrics_log_bytes: int = Field(32 << 20, ge=4096)
+    """At this size the file becomes FILE.1, in place of an older one."""
+    metrics_log_seconds: float = Field(1.0, ge=0.05)
+    """Between two samples."""
+    log_format: Literal["text", "json"] = "text"
+    """Of the lines on stderr: columns for people, or one JSON object a line."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     max_message_bytes: int = Field(4 << 20, ge=64 << 10)
     """Limit of one gRPC message in either direction; the default is a default client's own."""
     upload_slots: int = Field(8, ge=2, le=1024)
@@ -113,7 +126,7 @@ class ServeConfig(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings
 
-    @field_validator("model", "tls_cert", "tls_key", "tls_client_ca")
+    @field_validator("model", "tls_cert", "tls_key", "tls_client_ca", "metrics_log")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
@@ -164,11 +177,13 @@ class ServeConfig(BaseSettings):
             raise ValueError("tls_cert and tls_key go together")
         if self.tls_client_ca and not all(tls):
             raise ValueError("tls_client_ca needs tls_cert and tls_key")
-        if self.host not in LOOPBACK and self.token is None and self.tls_client_ca is None:
-            raise ValueError(
-                f"host {self.host!r} is not loopback: set a token (ROLLSYNC_TOKEN) or mTLS "
-                "(tls_cert, tls_key, tls_client_ca)"
-            )
+        for key in ("host", "metrics_host"):
+            host = getattr(self, key)
+            if host not in LOOPBACK and self.token is None and self.tls_client_ca is None:
+                raise ValueError(
+                    f"{key} {host!r} is not loopback: set a token (ROLLSYNC_TOKEN) or mTLS "
+                    "(tls_cert, tls_key, tls_client_ca)"
+                )
         return self
 
 

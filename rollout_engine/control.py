@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -251,10 +252,12 @@ class Control:
             num_total_pages=self._scheduler.pool.num_pages,
             open_update_id=opened.update_id if opened else "",
             open_update_state=str(opened.state) if opened else "",
+            open_update_version=opened.next_version if opened else 0,
             num_steps=num_steps,
             num_generated_tokens=num_generated_tokens,
             received_bytes=opened.received_bytes if opened else 0,
             total_bytes=opened.total_bytes if opened else 0,
             paused_by=self._gate.paused_by,
             released_tags=list(self.released_tags),
+            work=dataclasses.replace(self._scheduler.work, passes=dict(self._runner.forward_counts)),
         )

@@ -35,6 +35,7 @@ from rollout_engine.runner.pending import PendingStep
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
 from rollout_engine.update_flow import UpdateFlow
+from rollout_engine.update_records import UpdateRecords
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import UpdateError
 from weight_updater.requests import MAX_STREAMS
@@ -79,6 +80,7 @@ class Engine:
         self._flows = FlowRunner(wake=lambda: self._inbox.put(None), num_workers=num_workers)
         self._gate = Gate()
         self._requests = RequestTable(scheduler, max_waiting)
+        self._records = UpdateRecords(updater)
         self._updates = UpdateFlow(
             updater,
             scheduler,
@@ -87,6 +89,7 @@ class Engine:
             self._finish,
             self._requests.end_too_old,
             copy_bytes_per_second,
+            self._records,
         )
         self._control = Control(self._gate, scheduler, self._requests, runner, updater, uploads, min_version)
         self._in_flight: tuple[ScheduleBatch, PendingStep] | None = None
@@ -163,8 +166,13 @@ class Engine:
             self._channel.send(messages.Outputs(outputs))
         for refusal in self._requests.take_refusals():
             self._channel.send(refusal)
+        self._tell_ended()
         if time.monotonic() - self._told_at >= SNAPSHOT_SECONDS:
             self._tell_state()
+
+    def _tell_ended(self) -> None:
+        for record in self._records.take():
+            self._channel.send(messages.UpdateEnded(record))
 
     def _tell_state(self) -> None:
         snapshot = self._control.snapshot(self._num_steps, self._num_generated_tokens)
@@ -240,8 +248,9 @@ class Engine:
             done(result, None)
 
     def _reply(self, call_id: int, result: Any, error: Exception | None) -> None:
-        """Answer a call; the snapshot goes first, so that whoever has the reply sees its effect."""
+        """Answer a call; snapshot and records go first, so that whoever has the reply sees its effect."""
         self._tell_state()
+        self._tell_ended()
         self._uploads.drop(call_id)  # of a stream that was refused before it was looked at, too
         self._answer_to.pop(call_id, self._channel).send(
             messages.Reply(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 from rollout_engine.channel import Channel
@@ -19,19 +19,20 @@ from rollout_engine.config import ServeConfig
 from rollout_engine.engine import Engine
 from rollout_engine.errors import ConfigError, EngineError, Reason
 from rollout_engine.kv.capacity import KvCapacity
+from rollout_engine.logs import configure, get_log, log_uncaught
 from rollout_engine.messages import EngineInfo, ErrorInfo, Failed, KvArithmetic, Ready
 from rollout_engine.replies import error_info
 from rollout_engine.rows import Limits
+from rollout_engine.runner.copy_rate import measure_copy_rate
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.scheduler import Scheduler
-from rollout_engine.update_flow import measure_copy_rate
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import UpdateError
 from weight_updater.preloaded import PreloadedWeights
 from weight_updater.requests import DEFAULT_BUCKET_BYTES
 from weight_updater.updater import WeightUpdater
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 GIL_SWITCH_SECONDS = 0.0005
 """How long a receiver's thread may keep the loop from the interpreter; Python's own 5 ms is a decode step."""
@@ -44,17 +45,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--receivers-fd", type=int, help="socket that brings sockets to receivers of chunks")
     given = parser.parse_args(arguments)
     sys.setswitchinterval(GIL_SWITCH_SECONDS)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure("text", "info", "engine")  # until it is known how
+    log_uncaught()
     channel = Channel(socket.socket(fileno=given.fd))
     receivers = None if given.receivers_fd is None else socket.socket(fileno=given.receivers_fd)
     try:
         config = ServeConfig.model_validate_json(next(iter(channel.frames())))
+        configure(config.log_format, config.log_level, "engine")
         build(config, channel, receivers).run()
     except (ConfigError, EngineError, UpdateError) as error:
         channel.send(Failed(_start_error(error)))
         return 1
     except Exception as error:  # the front must learn why, whatever it is
-        logger.exception("the engine died")
+        log.exception("engine_died", error)
         message = f"{type(error).__name__}: {error}"
         channel.send(Failed(ErrorInfo("engine", str(Reason.INTERNAL), message)))
         raise
@@ -76,6 +79,7 @@ def build(config: ServeConfig, channel: Channel, receivers: socket.socket | None
     Raises:
         ConfigError, EngineError, UpdateError: the model or the configuration cannot be served.
     """
+    started = time.monotonic()
     runner = ModelRunner(config)
     descriptor = config.arena_descriptor
     preloaded = PreloadedWeights(str(descriptor), runner.device) if descriptor else None
@@ -129,6 +133,15 @@ def build(config: ServeConfig, channel: Channel, receivers: socket.socket | None
     # What is loaded by now lives as long as the process; no collection of garbage need look at it again.
     gc.collect()
     gc.freeze()
+    log.info(
+        "engine_ready",
+        model=str(config.model),
+        device=str(runner.device),
+        num_weight_bytes=arena_bytes,
+        num_pages=num_pages,
+        num_kv_bytes=arithmetic.kv_bytes,
+        seconds=round(time.monotonic() - started, 3),
+    )
     ring = uploads.front_ring
     channel.send(Ready(info(), ring.name, ring.slots, ring.slot_bytes))
     return engine

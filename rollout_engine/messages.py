@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from rollout_engine.manifest_columns import manifest_from_message, manifest_to_message
+from rollout_engine.records import KvArithmetic as KvArithmetic
+from rollout_engine.records import SequenceRecord, UpdateRecord, WorkCounts
 from rollout_engine.sampling import SamplingParams
 from weight_updater.requests import (
     BeginUpdate,
@@ -283,6 +285,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int = 0
     hidden_states: list[bytes] = []
     weight_version: int = 0
+    record: SequenceRecord | None = None  # on the last output
 
 
 class Outputs(Message, frozen=True):
@@ -325,17 +328,14 @@ class Snapshot(Message, frozen=True):
     total_bytes: int = 0
     paused_by: str = ""
     released_tags: list[str] = []
+    open_update_version: int = 0  # what it will bring
+    work: WorkCounts = msgspec.field(default_factory=WorkCounts)
 
 
-class KvArithmetic(msgspec.Struct, frozen=True):
-    """Bytes behind the page pool (see kv/capacity.py)."""
+class UpdateEnded(Message, frozen=True):
+    """An update has ended, however it did; comes before the reply that says so."""
 
-    pre_model_load_bytes: int
-    available_bytes: int
-    reserved_bytes: int
-    preloaded_weights_bytes: int
-    kv_bytes: int
-    bytes_per_page: int
+    record: UpdateRecord
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -383,7 +383,7 @@ class Failed(Message, frozen=True):
     error: ErrorInfo
 
 
-Event = Reply | Outputs | RequestRefused | ChunkTaken | Snapshot | Ready | UploadRing | Failed
+Event = Reply | Outputs | RequestRefused | ChunkTaken | Snapshot | UpdateEnded | Ready | UploadRing | Failed
 
 encoder = msgspec.msgpack.Encoder(enc_hook=manifest_to_message)
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(

@@ -6,17 +6,17 @@ what the front sends for a stream of its own (`Update`, `Chunk`, `EndOfChunks`),
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 from collections.abc import Callable
 
 from rollout_engine import messages
 from rollout_engine.channel import Channel
+from rollout_engine.logs import get_log
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import UpdateError
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 class ReceiverLinks:
@@ -58,7 +58,7 @@ class ReceiverLinks:
         try:
             ring = self._uploads.add_ring(channel)
         except UpdateError as error:
-            logger.warning("no receiver of chunk streams: %s", error.message)
+            log.warning("receiver_not_linked", error=error.message)
             channel.close()  # the receiver ends, and the front does without it
             return
         channel.send(messages.UploadRing(ring.name, ring.slots, ring.slot_bytes))
@@ -71,6 +71,6 @@ class ReceiverLinks:
                         self._uploads.open(command.call_id, ring)
                     self._on_update(command, channel)
                 case _:
-                    logger.error("a receiver sent %s, which is not its business", type(command).__name__)
+                    log.error("receiver_sent_nonsense", command=type(command).__name__)
         self._uploads.lose(ring, "the process that received the stream died; send the update again")
         channel.close()

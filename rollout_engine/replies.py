@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import msgspec
 
 from rollout_engine.errors import EngineError, Reason
+from rollout_engine.logs import get_log
 from rollout_engine.messages import ErrorInfo
 from weight_updater.errors import UpdateError, WeightsTorn
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 def error_info(error: Exception) -> ErrorInfo:
@@ -21,7 +21,7 @@ def error_info(error: Exception) -> ErrorInfo:
     if isinstance(error, UpdateError):
         kind = "torn" if isinstance(error, WeightsTorn) else "refused"
         return ErrorInfo(kind, str(error.reason), error.message)
-    logger.error("a command failed unexpectedly", exc_info=error)
+    log.exception("command_failed", error)
     return ErrorInfo("engine", str(Reason.INTERNAL), f"{type(error).__name__} in the engine; see its log")
 
 

@@ -138,6 +138,8 @@ class RequestTable:
 
     def tell(self, sequence: Sequence, weight_version: int) -> None:
         """Queue what is new about a sequence; the last time, forget it."""
+        if not sequence.first_token_at and sequence.output_ids:
+            sequence.first_token_at = time.monotonic()
         if sequence.finish_reason:
             group = self._live[sequence.request_id]
             group.remove(sequence)

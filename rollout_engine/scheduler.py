@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from rollout_engine.batch.schedule import ScheduleBatch, StepResult
 from rollout_engine.kv.pages import PageAccountingError, PagePool
 from rollout_engine.kv.prefix import Node, PrefixCache
+from rollout_engine.records import WorkCounts
 from rollout_engine.rows import Limits, build_batch, stop_ids
 from rollout_engine.sequence import Sequence
 
@@ -36,6 +37,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # sorted by order; they hold a row, and pages
         self._live: dict[int, Sequence] = {}
         self._free_rows = list(range(limits.max_running - 1, -1, -1))
+        self.work = WorkCounts()
 
     @property
     def is_idle(self) -> bool:
@@ -125,6 +127,8 @@ class Scheduler:
             grown = self._grow(sequence, num_tokens)
             assert grown, "admission counted the pages"
             budget -= num_tokens
+            if not sequence.num_preemptions:
+                self.work.admit(len(sequence.prompt_ids), sequence.num_cached)
             yield sequence, num_tokens
 
     def _spare(self, sequence: Sequence) -> int:
@@ -175,6 +179,7 @@ class Scheduler:
         """Free a running sequence's pages and let it wait to be computed anew; it keeps its tokens."""
         self._leave_running(sequence)
         sequence.num_preemptions += 1
+        self.work.num_preemptions += 1
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def preempt_all(self) -> int:

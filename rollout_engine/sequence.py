@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from rollout_engine.kv.prefix import Node
 from rollout_engine.messages import SequenceOutput, Span
+from rollout_engine.records import SequenceRecord
 from rollout_engine.sampling import SamplingParams
 
 UNKNOWN_TOKEN = -1
@@ -66,6 +67,7 @@ class Sequence:
     node: Node | None = None  # of the last page that is in the prefix cache
     num_node_pages: int = 0  # pages on the path to `node`
     num_emitted: int = 0  # output tokens already sent
+    first_token_at: float = 0.0  # time.monotonic; 0 before it
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids) + self.num_unknown
@@ -140,6 +142,16 @@ class Sequence:
             num_preemptions=self.num_preemptions,
             hidden_states=self.hidden_states[start:],
             weight_version=weight_version,
+            record=self._record() if self.finish_reason else None,
+        )
+
+    def _record(self) -> SequenceRecord:
+        """When it began to answer, and which weights sampled how many of its tokens."""
+        spans = [] if self.samples_nothing else self.spans  # else they label prompt_logprobs
+        ends = [*(span.start for span in spans[1:]), len(self.output_ids)]
+        return SequenceRecord(
+            self.first_token_at,
+            [(span.weight_version, end - span.start) for span, end in zip(spans, ends, strict=False)],
         )
 
     def _spans_from(self, start: int) -> list[Span]:

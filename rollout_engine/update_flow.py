@@ -17,13 +17,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-import torch
-
 from rollout_engine import messages
 from rollout_engine.flows import Flow, OffLoop, Until
 from rollout_engine.gate import Gate, Settled
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
+from rollout_engine.update_records import UpdateRecords
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.open_update import OpenUpdate
@@ -52,6 +51,7 @@ class UpdateFlow:
         finish: ends a live sequence with a finish reason and tells its caller.
         end_too_old: ends the live requests whose min_version is above the version given.
         copy_bytes_per_second: of one plain copy on this device, measured at start (the floor).
+        records: is told of each update that opens, and how it ends.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class UpdateFlow:
         finish: Callable[[Sequence, str, str], None],
         end_too_old: Callable[[int], None],
         copy_bytes_per_second: float,
+        records: UpdateRecords,
     ) -> None:
         self._updater = updater
         self._scheduler = scheduler
@@ -71,6 +72,7 @@ class UpdateFlow:
         self._finish = finish
         self._end_too_old = end_too_old
         self._copy_bytes_per_second = copy_bytes_per_second
+        self._records = records
         self._num_receiving = 0
         self._feeds: dict[int, str] = {}  # calls that bring an update's bytes -> the update
         self._clearing = False  # one of them brings the sequences in flight out of the way
@@ -96,7 +98,7 @@ class UpdateFlow:
             begun = yield from self._begin(command.begin)
             request = dataclasses.replace(request, update_id=begun.update_id)
             try:
-                yield from self._receive(command.call_id, request)
+                yield from self._receive(command.call_id, request, alone=True)
                 return (yield from self._commit(begun.update_id))
             except UpdateError as error:
                 self._end_failed(begun.update_id, error)
@@ -128,6 +130,7 @@ class UpdateFlow:
         """Bring the previous version back."""
         self._updater.check_rollback()  # before a sequence is disturbed
         self._refuse_endless_wait(command.inflight)
+        began_at = self._records.now()
         settled = yield from self._settle(command.inflight)
         self._updater.check_rollback()  # an update that began meanwhile may hold the device
         yield from self._gate.park()
@@ -139,7 +142,7 @@ class UpdateFlow:
             raise
         self._scheduler.on_commit(self._updater.commit_sequence)
         self._end_too_old(self._updater.version)  # before a forward pass can run them
-        return self._complete(reply, settled)
+        return self._complete(reply, settled, began_at)
 
     def tick(self, now: float) -> None:
         """Once in each turn: leases, and what an update's end leaves behind."""
@@ -156,12 +159,18 @@ class UpdateFlow:
     # ------------------------------------------------------------ steps
 
     def _begin(self, request: BeginUpdate) -> Flow:
-        if _is_known_by_name(request):
-            manifest = self._updater.resolve(request)
-        else:
-            manifest = yield OffLoop(lambda: self._updater.resolve(request))
-        paused = self._gate.paused_by_user
-        reply: BeginReply = self._updater.begin(request, manifest, paused=paused)
+        began_at = self._records.now()
+        try:
+            if _is_known_by_name(request):
+                manifest = self._updater.resolve(request)
+            else:
+                manifest = yield OffLoop(lambda: self._updater.resolve(request))
+            paused = self._gate.paused_by_user
+            reply: BeginReply = self._updater.begin(request, manifest, paused=paused)
+        except UpdateError as error:
+            self._records.refused_at_begin(request, error, began_at)
+            raise
+        self._records.opened(reply, began_at)
         opened = self._updater.open
         if not self._gate.parked_by_update:  # else a repeated call: what was settled stays counted
             self._settled = Settled()
@@ -176,7 +185,10 @@ class UpdateFlow:
             self._require_open(reply.update_id)
         return reply
 
-    def _receive(self, call_id: int, request: messages.FromAny) -> Flow:
+    def _receive(self, call_id: int, request: messages.FromAny, *, alone: bool = False) -> Flow:
+        """Bring bytes in. alone: nothing else will come for the update; the worker that has brought them in
+        verifies them too, and nothing is told.
+        """
         if request.update_id and (done := self._replay(request.update_id)):
             return done
         opened = self._updater.open
@@ -193,13 +205,19 @@ class UpdateFlow:
             if receive.writes_live:
                 error = yield from self._clear_the_way(receive)
             if error is None and self._is_open(update_id):
-                yield OffLoop(receive.run)
+                self._num_working += alone  # another update's commit must not come while this is verified
+                try:
+                    yield OffLoop((lambda: self._updater.run_all(receive)) if alone else receive.run)
+                finally:
+                    self._num_working -= alone
         except Exception as caught:  # noqa: BLE001 - the updater decides what the fault means
             error = caught
         finally:
             self._num_receiving -= 1
             self._feeds.pop(call_id, None)
         try:
+            if alone:
+                return self._updater.arrived(receive, error)
             return self._updater.received(receive, error)  # raises what ended the update, if it has
         except UpdateError:
             self._interrupt_ended()
@@ -245,6 +263,7 @@ class UpdateFlow:
         yield Until(lambda: not self._num_working)  # a repeated call gets the reply of the first
         if (done := self._replay(update_id)) is not None:
             return done
+        began_at = self._records.now()
         yield from self._verify(update_id)
         opened = self._require_open(update_id)
         settled = self._settled
@@ -265,7 +284,7 @@ class UpdateFlow:
         finally:
             self._num_working -= 1
         self._scheduler.on_commit(self._updater.commit_sequence)
-        return self._complete(reply, settled)
+        return self._complete(reply, settled, began_at)
 
     def _settle(self, inflight: Inflight, update_id: str = "") -> Flow:
         """Bring the sequences in flight to where a commit may come, and count them.
@@ -294,7 +313,7 @@ class UpdateFlow:
             settled.num_kept = len(self._scheduler.started)
         return settled
 
-    def _complete(self, reply: UpdateReply, settled: Settled) -> UpdateReply:
+    def _complete(self, reply: UpdateReply, settled: Settled, began_at: float) -> UpdateReply:
         """Fill in what only the engine knows."""
         pause = self._gate.unpark()
         seconds: StageSeconds = dataclasses.replace(reply.seconds, pause=pause, wait=settled.wait_seconds)
@@ -310,6 +329,7 @@ class UpdateFlow:
         )
         if reply.state is UpdateState.COMMITTED:
             self._completed[reply.update_id] = complete
+        self._records.completed(complete, began_at)
         if len(self._completed) > MAX_REMEMBERED:
             self._completed.popitem(last=False)
         return complete
@@ -363,19 +383,3 @@ def _is_known_by_name(request: BeginUpdate) -> bool:
     """Whether resolving reads no file and allocates nothing, so that the loop can do it at once."""
     by_digest = bool(request.manifest_digest) and request.path is not Path.DISK
     return by_digest and request.staging in (Staging.NONE, Staging.DEVICE)
-
-
-def measure_copy_rate(device: torch.device) -> float:
-    """Bytes per second of one plain copy of 64 MiB on `device`: the floor of every commit."""
-    source = torch.ones(64 << 20, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    best = float("inf")
-    for _ in range(4):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        started = time.perf_counter()
-        target.copy_(source)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return source.numel() / best

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,3 +33,15 @@ def smollm2_dir() -> Path:
     from rollout_engine.models.packaged import packaged_smollm2
 
     return packaged_smollm2(CACHE)
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """The test may set logging up anew; afterwards it is as it was."""
+    root = logging.getLogger()
+    level, handlers, hooks = root.level, list(root.handlers), (sys.excepthook, threading.excepthook)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    sys.excepthook, threading.excepthook = hooks
+    logging.captureWarnings(False)

@@ -12,10 +12,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainers_adapters.clients import RolloutClient, WeightsClient
+from trainers_adapters.results import Completion
 
 START_SECONDS = 90.0
 
@@ -35,6 +37,20 @@ class RunningEngine:
         """One greedy completion."""
         (completion,) = self.rollout.generate(prompt, max_tokens=max_tokens, temperature=0.0, **sampling)
         return completion
+
+    def together(self, prompts: list[list[int]], *, within_s: float = 60.0, **sampling) -> list[Completion]:
+        """One completion for each prompt, all in the same passes: none starts before all have come."""
+        deadline = time.monotonic() + within_s
+        self.rollout.pause("keep")
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                asked = pool.submit(self.rollout.generate_batch, prompts, timeout_s=within_s, **sampling)
+                while self.rollout.info().state.num_waiting < len(prompts) and not asked.done():
+                    assert time.monotonic() < deadline, "the prompts do not arrive"
+                    time.sleep(0.005)
+            finally:
+                self.rollout.resume()
+            return [completion for (completion,) in asked.result()]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # an engine is a neighbour, not a web site
     ("grpc.use_local_subchannel_pool", 1),  # a new client does not inherit a dead engine's back-off
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name this is how long one attempt to connect may take, and the engine may be busy.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 

@@ -11,10 +11,12 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from weight_updater.arena import TORCH_DTYPES
-from weight_updater.checksum import checksums, finish
+from weight_updater.checksum import checksums, mixed_lengths
 from weight_updater.device_memory import (
     Allocation,
     DeviceBuffer,
@@ -24,7 +26,8 @@ from weight_updater.device_memory import (
     handle_of,
     identities_of,
 )
-from weight_updater.device_scan import copy_many, is_fast, scan_many
+from weight_updater.device_scan import Launch, copy_many, is_fast
+from weight_updater.manifest import Columns
 from weight_updater.requests import CudaIpcRegion, FromIpc, Manifest, RegionPlacement, TensorSpec, align
 
 PROBE_BYTES = 4096
@@ -73,12 +76,13 @@ class CudaLending:
         self._known: dict[int, _Known] = {}  # by identity
         self._buffers: dict[int, DeviceBuffer] = {}  # by GPU
         self._retired: list[DeviceBuffer] = []
-        self._key: tuple[tuple[int, int, bool, int], ...] = ()
+        self._key: list[tuple[str, int, bool, torch.Size, torch.dtype]] = []  # of what `_lent` describes
+        self._columns: Columns | None = None  # of the manifest that it was compared with
+        self._indexes: list[int] = []  # of the GPUs
         self._staged: list[tuple[int, torch.Tensor]] = []  # (tensor, its place in a buffer)
         self._lent: Lent | None = None
         self._kept: list[torch.Tensor] = []
-        # Bytes of what is lent, by their place in the manifest: over addresses, so that they keep no memory.
-        self._bytes: dict[int, torch.Tensor] = {}
+        self._scans: list[tuple[list[int], Launch, npt.NDArray[np.uint64]]] = []  # by GPU; see `scan`
 
     @property
     def allocation_ids(self) -> set[str]:
@@ -96,17 +100,21 @@ class CudaLending:
             UpdateRefused: MEMORY_UNAVAILABLE, NO_MEMORY.
         """
         self.let_go()  # before as many new ones are made
-        tensors = [
-            _checked(spec, name, tensor) for spec, (name, tensor) in zip(manifest.tensors, named, strict=True)
-        ]
+        pairs = list(named)
+        # An address is one GPU's alone.
+        key = [(name, t.data_ptr(), t.is_contiguous(), t.shape, t.dtype) for name, t in pairs]
+        if key != self._key or manifest.columns is not self._columns:
+            for spec, (name, tensor) in zip(manifest.tensors, pairs, strict=True):
+                _check(spec, name, tensor)
+        tensors = [tensor for _, tensor in pairs]
         self._kept = tensors  # a source may make tensors as it goes; they live until the next push
-        key = tuple((t.data_ptr(), t.get_device(), t.is_contiguous(), t.nbytes) for t in tensors)
         if self._lent is None or key != self._key or not self._still_there():
-            self._bytes = {}
+            self._scans = []
             self._lent = self._arrange(tensors, manifest)
-            self._key = key
+            self._indexes = sorted({tensor.get_device() for tensor in tensors})
+        self._key, self._columns = key, manifest.columns
         self._fill(tensors)
-        for index in {index for _, index, _, _ in key}:
+        for index in self._indexes:
             torch.cuda.current_stream(index).synchronize()
         return self._lent
 
@@ -116,30 +124,20 @@ class CudaLending:
 
     def scan(self) -> tuple[list[int], bool]:
         """The checksums of what is lent now, in order; and whether a value in it is not finite, or may be."""
-        staged = dict(self._staged)
-        where = [staged.get(at, tensor) for at, tensor in enumerate(self._kept)]
-        if not all(is_fast(tensor.device) for tensor in where):
-            return checksums(where), True
-        values, nonfinite = [0] * len(where), False
-        for device in {tensor.device for tensor in where}:
-            here = [at for at, tensor in enumerate(where) if tensor.device == device]
-            data = [self._bytes_of(at, where[at]) for at in here]
-            for at, found in zip(
-                here, scan_many(data, device, [where[at].dtype for at in here]), strict=True
-            ):
-                values[at] = finish(found.total, where[at].nbytes)
-                nonfinite = nonfinite or found.nonfinite
+        if not self._scans:
+            staged = dict(self._staged)
+            where = [staged.get(at, tensor) for at, tensor in enumerate(self._kept)]
+            devices = dict.fromkeys([tensor.device for tensor in where])
+            if not all(is_fast(device) for device in devices):
+                return checksums(where), True
+            self._scans = [_scan_on(device, where) for device in devices]
+        values, nonfinite = [0] * len(self._kept), False
+        for here, launch, lengths in self._scans:
+            found = launch.run()
+            for at, value in zip(here, (found.totals + lengths).tolist(), strict=True):
+                values[at] = value
+            nonfinite = nonfinite or bool(found.nonfinite.any())
         return values, nonfinite
-
-    def _bytes_of(self, at: int, tensor: torch.Tensor) -> torch.Tensor:
-        """[n] uint8 over a lent tensor, made once for as long as the same addresses are lent.
-
-        It does not keep the tensor: a source that makes tensors as it goes makes them in the memory of those
-        before, which is free by then, and at the same addresses.
-        """
-        if at not in self._bytes:
-            self._bytes[at] = bytes_at(tensor.data_ptr(), tensor.nbytes, tensor.get_device())
-        return self._bytes[at]
 
     def _still_there(self) -> bool:
         """Whether every address still lies in the allocation that it lay in."""
@@ -254,17 +252,32 @@ class CudaLending:
 
     def close(self) -> None:
         """Free everything; engines have released all of it."""
-        self._staged, self._kept, self._bytes, self._lent, self._key = [], [], {}, None, ()
+        self._staged, self._kept, self._scans, self._lent, self._key = [], [], [], None, []
+        self._columns = None
         self._retired += self._buffers.values()
         self._buffers = {}
         self._known = {}
         self.forget()
 
 
-def _checked(spec: TensorSpec, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _scan_on(
+    device: torch.device, tensors: Sequence[torch.Tensor]
+) -> tuple[list[int], Launch, npt.NDArray[np.uint64]]:
+    """What hashes those of `tensors` that lie on `device`: (their places, the launch, mixed lengths).
+
+    It keeps none of the tensors: a source that makes tensors as it goes makes them in the memory of those
+    before, which is free by then, and at the same addresses.
+    """
+    here = [at for at, tensor in enumerate(tensors) if tensor.device == device]
+    lent = [tensors[at] for at in here]
+    data = [bytes_at(tensor.data_ptr(), tensor.nbytes, tensor.get_device()) for tensor in lent]
+    launch = Launch(device, data, [tensor.dtype for tensor in lent])
+    return here, launch, mixed_lengths([tensor.nbytes for tensor in lent])
+
+
+def _check(spec: TensorSpec, name: str, tensor: torch.Tensor) -> None:
     if (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, TORCH_DTYPES[spec.dtype]):
         raise ValueError(
             f"the source yields {name} {tensor.dtype} {tuple(tensor.shape)} where {spec.name} {spec.dtype} "
             f"{spec.shape} was due"
         )
-    return tensor

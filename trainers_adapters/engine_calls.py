@@ -15,7 +15,7 @@ from trainers_adapters.calls import (
     enum_words,
     number_of,
 )
-from trainers_adapters.results import EngineInfo, EngineState, Resumed
+from trainers_adapters.results import EngineInfo, EngineState, Resumed, UpdateSummary
 
 PAUSE_MODES = enum_words(pb.PauseMode, "PAUSE_MODE_", "")[0]
 MEMORY_TAGS, MEMORY_TAG_WORDS = enum_words(pb.MemoryTag, "MEMORY_TAG_", "")
@@ -83,14 +83,19 @@ def _parse_state(message: pb.EngineState) -> EngineState:
 
 
 def _parse_info(message: pb.GetEngineInfoResponse) -> EngineInfo:
-    nested = {"eos_token_ids", "kv_capacity", "forward_counts", "state"}
+    nested = {"eos_token_ids", "kv_capacity", "forward_counts", "state", "recent_updates"}
     return EngineInfo(
         eos_token_ids=list(message.eos_token_ids),
         kv_capacity=_numbers(message.kv_capacity),
         forward_counts=_numbers(message.forward_counts),
         state=_parse_state(message.state),
+        recent_updates=tuple(_parse_update(update) for update in message.recent_updates),
         **_same_fields(message, EngineInfo, nested),
     )
+
+
+def _parse_update(message: pb.UpdateSummary) -> UpdateSummary:
+    return UpdateSummary(seconds=dict(message.seconds), **_same_fields(message, UpdateSummary, {"seconds"}))
 
 
 def _same_fields(message: Any, result: Any, without: set[str]) -> dict[str, Any]:

@@ -111,6 +111,27 @@ class EngineState:
     num_generated_tokens: int
     paused_by: str
     released_tags: list[str]
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSummary:
+    """How an update ended. end: committed, rolled_back, refused or torn; ended_at: Unix time.
+
+    seconds: by stage (whole, begin, transfer, verify, wait, pause, commit, write, finalise, recapture).
+    """
+
+    update_id: str
+    path: str
+    staging: str
+    end: str
+    reason: str
+    message: str
+    weight_version: int
+    num_bytes: int
+    seconds: dict[str, float]
+    ended_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +158,7 @@ class EngineInfo:
     kv_capacity: dict[str, int]
     forward_counts: dict[str, int]
     state: EngineState
+    recent_updates: tuple[UpdateSummary, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class IpcArena(Sender):
             return {}
         checksums, nonfinite = self._lending.scan()
         self._scanned = not nonfinite  # else the engine looks itself, and decides
-        return {"manifest": outgoing.manifest.with_checksums(checksums)}
+        return {"checksums": tuple(checksums)}
 
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
         return self._update(client, begun.update_id, outgoing)
@@ -130,7 +130,7 @@ def _all_on_gpus(source: Source) -> list[tuple[str, torch.Tensor]]:
     if is_gathered(source):
         return named
     for name, tensor in source:
-        if tensor.device.type != "cuda":
+        if not tensor.is_cuda:
             return []
         named.append((name, tensor))
     return named

@@ -94,19 +94,22 @@ def named_by_digest(
     An update without a manifest (a directory's own headers are one) is called as it is.
 
     Args:
+        update: its checksums, if it has any, are those of the manifest's tensors.
         digest: of the update's manifest.
     """
     if update.manifest is None:
         return call(update)
     if digest in client.manifest_digests:
-        sums = [value for value in update.manifest.checksums if value is not None]
-        short = replace(update, manifest=None, manifest_digest=digest, checksums=tuple(sums))
+        sums = update.checksums or tuple([sum_ for sum_ in update.manifest.checksums if sum_ is not None])
+        short = replace(update, manifest=None, manifest_digest=digest, checksums=sums)
         try:
             return call(short)
         except RollsyncError as error:
             if error.reason != "MANIFEST_UNKNOWN":  # another engine process listens there now
                 raise
             client.manifest_digests.discard(digest)
+    if update.checksums:
+        update = replace(update, manifest=update.manifest.with_checksums(update.checksums), checksums=())
     reply = call(update)
     if reply is not None:
         client.manifest_digests.add(digest)

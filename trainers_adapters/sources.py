@@ -55,10 +55,12 @@ class ModuleSource:
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._parts = plain_parts(module)
-        check_dtypes(self._parts, dtype)
-        self._parameters = {part.name: part.refs[0].get() for part in self._parts}
+        parts = plain_parts(module)
+        check_dtypes(parts, dtype)
+        self._parameters = {part.name: part.refs[0].get() for part in parts}
         self._in_memory = ResidentParameters(self._parameters)
+        self._described: list[tuple[torch.dtype, torch.Size]] = []
+        self._manifest = Manifest(())  # of what `_described` says, without checksums
 
     @property
     def names(self) -> list[str]:
@@ -78,10 +80,16 @@ class ModuleSource:
     def manifest(self, *, checksums: bool = True) -> Manifest:
         if (packed := self.resident()) is not None:
             return packed.manifest(checksums=checksums)
-        if checksums and self._dtype is None:
-            return manifest_of(self._parts, None, checksums_of([tensor for _, tensor in self]))
-        sums = one_by_one(self) if checksums else None
-        return manifest_of(self._parts, self._dtype, sums)
+        described = [(self._dtype or p.dtype, p.shape) for p in self._parameters.values()]
+        if described != self._described:  # else the same object, whose digest a sender knows
+            named = zip(self._parameters, described, strict=True)
+            specs = [TensorSpec(name, DTYPE_NAMES[dtype], tuple(shape)) for name, (dtype, shape) in named]
+            self._manifest, self._described = Manifest(tuple(specs)), described
+        if not checksums:
+            return self._manifest
+        if self._dtype is None:
+            return self._manifest.with_checksums(checksums_of([tensor for _, tensor in self]))
+        return self._manifest.with_checksums(one_by_one(self))
 
 
 def has_adapters(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,11 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+MAX_KEPT = 4
+"""Things that a target keeps for its slots where they lie."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +199,17 @@ class WeightTarget:
             parameter.data = self.arena.storage_view(buffer, key)
         self.buffer = buffer
         self._bytes: dict[str, torch.Tensor] = {}
+        self._kept: dict[object, Any] = {}
+
+    def kept(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` gives, which depends on `key` and on where the slots lie; made once until `bind`."""
+        if (known := self._kept.get(key)) is not None:
+            value: T = known
+            return value
+        if len(self._kept) >= MAX_KEPT:
+            self._kept = {}
+        self._kept[key] = value = make()
+        return value
 
     def slot(self, name: str) -> torch.Tensor:
         """The live tensor of slot `name`, in the slot's dtype and shape."""

@@ -113,11 +113,6 @@ def _mixed_length(nbytes: int) -> int:
     return mix(nbytes, _LENGTH_INDEX)
 
 
-def unfinish(checksum: int, nbytes: int) -> int:
-    """The total of a tensor of `nbytes` bytes that has this checksum: the reverse of `finish`."""
-    return (checksum - mix(nbytes, _LENGTH_INDEX)) & _MASK
-
-
 class PartialChecksum:
     """Adds up the chunks of one tensor, in any order. Not thread-safe: one per tensor.
 

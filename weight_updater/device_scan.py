@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,18 @@ _EXPONENT_STEPS: dict[torch.dtype, tuple[int, int]] = {
     torch.float64: (0x7FF0000000000000, 0x0010000000000000),
 }
 
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a launch saw in each range.
+
+    totals: [ranges] uint64, sums of mixed words. nonfinite: [ranges], whether a value is not finite.
+    """
+
+    totals: npt.NDArray[np.uint64]
+    nonfinite: npt.NDArray[np.bool_]
+
+
 _Key = tuple[tuple[int, int, int, torch.dtype | None, int], ...]
 """Per range: source and destination address, bytes, dtype of the values, first word."""
 
@@ -61,6 +74,7 @@ class _Table:
     """A launch's table on the device. parts: (alignment, first row, number of rows)."""
 
     def __init__(self, key: _Key, device: torch.device) -> None:
+        self.num_ranges = len(key)
         chunks, alignments = _chunks(key)
         order = np.argsort(-alignments, kind="stable")
         values, counts = np.unique(-alignments, return_counts=True)
@@ -158,12 +172,10 @@ def scan_many(
     """
     if not data:
         return []
-    words = [0] * len(data) if offsets is None else [offset // 8 for offset in offsets]
-    key = tuple(
-        (source.data_ptr(), 0, source.numel(), dtype, word)
-        for source, dtype, word in zip(data, dtypes, words, strict=True)
-    )
-    return _results(_run(key, device, copy=False, scan=True))
+    words = None if offsets is None else [offset // 8 for offset in offsets]
+    key = _scan_key(data, dtypes, words)
+    with side_stream(device):
+        return _scans(_run(_table(key, device), device, copy=False, scan=True))
 
 
 def copy_many(
@@ -180,24 +192,81 @@ def copy_many(
     """
     if not pairs:
         return []
-    looked_for = dtypes if dtypes is not None else [None] * len(pairs)
-    key = tuple(
-        (source.data_ptr(), destination.data_ptr(), source.numel(), dtype, 0)
-        for (destination, source), dtype in zip(pairs, looked_for, strict=True)
-    )
-    assert all(destination.numel() == source.numel() for destination, source in pairs), "sizes differ"
-    found = _run(key, device, copy=True, scan=dtypes is not None)
-    return _results(found) if dtypes is not None else []
-
-
-def _run(key: _Key, device: torch.device, *, copy: bool, scan: bool) -> npt.NDArray[np.int64]:
-    """Launch; returns [num_ranges, 2] results. Has finished on the device when it returns."""
+    key = _copy_key(pairs, dtypes)
     with side_stream(device):
-        table = _table(key, device)
-        results = torch.zeros(len(key), 2, dtype=torch.int64, device=device)
-        launch(table.chunks, table.parts, results, copy=copy, scan=scan)
-        found: npt.NDArray[np.int64] = results.cpu().numpy() if scan else np.zeros((0, 2), dtype=np.int64)
-    return found
+        return _scans(_run(_table(key, device), device, copy=True, scan=dtypes is not None))
+
+
+class Launch:
+    """The ranges of a `scan_many` or a `copy_many` that comes again and again, at the same addresses: what
+    the kernel is told is worked out once.
+
+    Args:
+        device: that runs the kernel.
+        ranges: the data to hash, or (destination, source) pairs to copy; kept, since the table names their
+            addresses.
+        dtypes: as in `scan_many`; None (pairs only) hashes nothing.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        ranges: Sequence[torch.Tensor] | Sequence[tuple[torch.Tensor, torch.Tensor]],
+        dtypes: Sequence[torch.dtype | None] | None,
+    ) -> None:
+        self._device = device
+        self._ranges = ranges
+        self._scan = dtypes is not None
+        pairs = [one for one in ranges if isinstance(one, tuple)]
+        self._copy = bool(pairs)
+        if pairs:
+            self._key = _copy_key(pairs, dtypes)
+        else:
+            data = [one for one in ranges if isinstance(one, torch.Tensor)]
+            self._key = _scan_key(data, dtypes or [])
+        self._table: _Table | None = None
+
+    def run(self) -> Found:
+        """Hash, or copy (and hash) all of them; has finished on the device when it returns."""
+        if not self._key:
+            return Found(np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.bool_))
+        with side_stream(self._device):
+            if self._table is None:
+                self._table = _Table(self._key, self._device)
+            return _run(self._table, self._device, copy=self._copy, scan=self._scan)
+
+
+def _scan_key(
+    data: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype | None], words: Sequence[int] | None = None
+) -> _Key:
+    return tuple(
+        [
+            (source.data_ptr(), 0, source.numel(), dtype, word)
+            for source, dtype, word in zip(data, dtypes, words or [0] * len(data), strict=True)
+        ]
+    )
+
+
+def _copy_key(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], dtypes: Sequence[torch.dtype | None] | None
+) -> _Key:
+    assert all([a.numel() == b.numel() for a, b in pairs]), "sizes differ"
+    return tuple(
+        [
+            (source.data_ptr(), destination.data_ptr(), source.numel(), dtype, 0)
+            for (destination, source), dtype in zip(pairs, dtypes or [None] * len(pairs), strict=True)
+        ]
+    )
+
+
+def _run(table: _Table, device: torch.device, *, copy: bool, scan: bool) -> Found:
+    """Launch on the current stream, and wait for what was found; nothing is, without `scan`."""
+    results = torch.zeros(table.num_ranges, 2, dtype=torch.int64, device=device)
+    launch(table.chunks, table.parts, results, copy=copy, scan=scan)
+    if not scan:
+        return Found(np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.bool_))
+    found = results.cpu().numpy()
+    return Found(found[:, 0].astype(np.uint64), found[:, 1] != 0)
 
 
 def launch(
@@ -236,10 +305,10 @@ def warm(device: torch.device) -> None:
         copy_many([(destination, source)], device, [torch.bfloat16])
 
 
-def _results(found: npt.NDArray[np.int64]) -> list[Scan]:
+def _scans(found: Found) -> list[Scan]:
     from weight_updater.checksum import Scan  # which uses this module
 
-    return [Scan(total & (1 << 64) - 1, count != 0) for total, count in found.tolist()]
+    return list(map(Scan, found.totals.tolist(), found.nonfinite.tolist()))
 
 
 def checksums_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -51,7 +51,7 @@ class DeviceSink(Sink):
         self.copies = copies
         self._slot_totals: dict[int, int] = {}  # tensors that were cast -> sum of the slot's mixed words
         self._cast_scratch = destination.new_empty(0)
-        casts = [index for index in plan.needed if not plan.same_dtype(index)]
+        casts = sorted(plan.casts)
         if casts:
             # Allocated here, on the loop, not while bytes arrive.
             largest = max(plan.manifest.tensors[index].nbytes for index in casts)

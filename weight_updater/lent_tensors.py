@@ -4,25 +4,29 @@ Where the sink borrows, a tensor's own bytes are its staging area: they are read
 anything is written. A trainer may say that it has just done this reading itself (`scanned`: hashed where
 they lie, every value finite, after its last write); then they are read for the first time by the copy at
 the commit, which hashes in the same pass, and a difference found there tears the weights.
+
+Mostly a push lends all tensors of its manifest, the same memory as in the step before; then what is worked
+out for each tensor is worked out once (`LentTensors.made`), and a step costs a few operations on arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from weight_updater.arena import TORCH_DTYPES
-from weight_updater.checksum import Scan, unfinish
-from weight_updater.device_scan import copy_many, is_fast, scan_many
+from weight_updater.device_scan import Found, Launch, is_fast
 from weight_updater.plan import Plan
 from weight_updater.sink import Sink
 
 T = TypeVar("T")
 
-MAX_MADE = 4
-"""Ways of copying that are kept: into staging and into the live slots, and their like."""
+MAX_MADE = 16
+"""Things that are kept: ways of copying into staging and into the live slots, and their like."""
 
 
 class LentTensors:
@@ -40,12 +44,25 @@ class LentTensors:
 
     def made(self, key: object, make: Callable[[], T]) -> T:
         """What `make` gives, which depends on `key` alone (an address, say); made once."""
-        if key not in self._made:
-            if len(self._made) >= MAX_MADE:
-                self._made.clear()
-            self._made[key] = make()
-        value: T = self._made[key]
+        if (known := self._made.get(key)) is not None:
+            value: T = known
+            return value
+        if len(self._made) >= MAX_MADE:
+            self._made = {}
+        self._made[key] = value = make()
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Lent tensors by how they are taken.
+
+    together: (tensor, its bytes) of those that one launch takes. indexes: theirs. others: the rest.
+    """
+
+    together: list[tuple[int, torch.Tensor]]
+    indexes: list[int]
+    others: list[tuple[int, torch.Tensor]]
 
 
 def take_lent(sink: Sink, offered: LentTensors, device: torch.device, *, scanned: bool) -> None:
@@ -55,69 +72,70 @@ def take_lent(sink: Sink, offered: LentTensors, device: torch.device, *, scanned
         offered: the tensors; reachable from `device`.
         device: of the destination, or of the live weights.
         scanned: the trainer has hashed them and found no value that is not finite; only a borrowing sink
-            relies on that.
+            relies on that, and only where the manifest has the checksums.
 
     Raises:
         UpdateRefused: BAD_CHUNK; or whatever ended the update in the meantime.
     """
-    plan, lent = sink.plan, offered.tensors
+    plan = sink.plan
     sink.offered.append(offered)
     fast = is_fast(device) and (sink.destination is None or sink.destination.device == device)
-    together: list[tuple[int, torch.Tensor]] = []
-    for index, data in lent:
-        has_slot = plan.slots[index] is not None
-        if fast and has_slot and plan.same_dtype(index) and index not in plan.twins:
-            together.append((index, data))
-        else:
-            sink.write(index, 0, data)
+    groups = offered.made(("groups", fast), lambda: _grouped(offered, fast=fast))
+    for index, data in groups.others:
+        sink.write(index, 0, data)
     sink.flush()
-    if sink.destination is None and scanned:
-        promised = {
-            index
-            for index, _ in together
-            if sink.is_hashed(index) and plan.manifest.tensors[index].checksum is not None
-        }
-        _trust(sink, [pair for pair in together if pair[0] in promised])
-        together = [pair for pair in together if pair[0] not in promised]
-    sink.claim_whole(together)
-    found: list[Scan] = []
+    sink.claim_whole(groups.indexes)
+    found: Found | None = None
     try:
-        found = _read(sink, offered, together, device)
+        if sink.destination is None:
+            sink.borrowed.update(groups.together)
+        if sink.destination is None and scanned and sink.hashes:
+            found = _promised(sink, groups.indexes)
+        sought = sink.finds_nonfinite or sink.hashes or bool(plan.twins)
+        if found is None and (sought or sink.destination is not None):
+            found = _launch_for(sink, offered, groups, device, sought=sought).run()
     finally:
-        sink.settle_whole([index for index, _ in together], found)
+        sink.settle_whole(groups.indexes, found)
 
 
-def _trust(sink: Sink, lent: Sequence[tuple[int, torch.Tensor]]) -> None:
-    """Borrow tensors whose bytes are what the manifest promises, as the trainer says."""
-    sink.claim_whole(lent)
-    sink.borrowed.update(lent)
-    sink.promised.update(index for index, _ in lent)
-    found = []
-    for index, data in lent:
-        checksum = sink.plan.manifest.tensors[index].checksum
-        assert checksum is not None, "only a promise can be trusted"
-        found.append(Scan(unfinish(checksum, data.numel()), nonfinite=False))
-    sink.settle_whole([index for index, _ in lent], found)
+def _grouped(offered: LentTensors, *, fast: bool) -> Groups:
+    plan = offered.plan
+    together: list[tuple[int, torch.Tensor]] = []
+    others: list[tuple[int, torch.Tensor]] = []
+    for index, data in offered.tensors:
+        straight = plan.slots[index] is not None and plan.same_dtype(index) and index not in plan.twins
+        whole = data.numel() == plan.sizes[index]
+        (together if fast and straight and whole else others).append((index, data))
+    return Groups(together, [index for index, _ in together], others)
 
 
-def _read(
-    sink: Sink, offered: LentTensors, lent: Sequence[tuple[int, torch.Tensor]], device: torch.device
-) -> list[Scan]:
-    """Borrow or store tensors of their slots' dtypes; what was found in each, if anything was sought."""
-    places = [sink.plan.slot(index) for index, _ in lent]
-    find_nonfinite = sink.finds_nonfinite
-    sought = find_nonfinite or any(sink.is_hashed(index) for index, _ in lent)
-    dtypes = [TORCH_DTYPES[place.dtype] if find_nonfinite else None for place in places]
-    if sink.destination is None:
-        sink.borrowed.update(lent)
-        return scan_many([data for _, data in lent], device, dtypes) if sought else []
-    destination = sink.destination
+def _promised(sink: Sink, indexes: list[int]) -> Found | None:
+    """What the manifest promises of tensors, whose trainer has read them; None if a checksum is missing."""
+    checksums = sink.plan.manifest.checksums
+    promised = [checksums[index] for index in indexes]
+    if None in promised:
+        return None
+    sink.promised.update(indexes)
+    totals = np.array(promised, dtype=np.uint64) - sink.plan.mixed_lengths[indexes]
+    return Found(totals, np.zeros(len(indexes), dtype=np.bool_))
 
-    def into_place() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [
+
+def _launch_for(
+    sink: Sink, offered: LentTensors, groups: Groups, device: torch.device, *, sought: bool
+) -> Launch:
+    """What hashes tensors of their slots' dtypes, or copies (and hashes) them into the destination; kept."""
+    plan, destination, find_nonfinite = sink.plan, sink.destination, sink.finds_nonfinite
+
+    def launch() -> Launch:
+        places = [plan.slot(index) for index in groups.indexes]
+        dtypes = [TORCH_DTYPES[place.dtype] if find_nonfinite else None for place in places]
+        if destination is None:
+            return Launch(device, [data for _, data in groups.together], dtypes)
+        pairs = [
             (destination[place.offset : place.offset + data.numel()], data)
-            for place, (_, data) in zip(places, lent, strict=True)
+            for place, (_, data) in zip(places, groups.together, strict=True)
         ]
+        return Launch(device, pairs, dtypes if sought else None)
 
-    pairs = offered.made(destination.data_ptr(), into_place)
-    return copy_many(pairs, device, dtypes if sought else None)
+    address = 0 if destination is None else destination.data_ptr()
+    return offered.made(("launch", address, find_nonfinite, sought), launch)

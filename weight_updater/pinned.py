@@ -51,7 +51,8 @@ def register(data: torch.Tensor, device: torch.device) -> bool:
         error = int(_cudart().cudaHostRegister(data.data_ptr(), data.numel(), _PORTABLE))
     if error:
         _forget_last_error()
-        logger.warning("CUDA error %d: %d bytes of host memory are not page-locked", error, data.numel())
+        fields = {"cuda_error": error, "num_bytes": data.numel()}
+        logger.warning("host_memory_not_locked", extra={"event": "host_memory_not_locked", "fields": fields})
     return not error
 
 
@@ -70,7 +71,8 @@ def pinned_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     """
     start = time.perf_counter()
     region = _Region(nbytes, device)
-    logger.info("page-locked %d bytes of host memory in %.2f s", nbytes, time.perf_counter() - start)
+    fields = {"num_bytes": nbytes, "seconds": round(time.perf_counter() - start, 2)}
+    logger.info("host_memory_locked", extra={"event": "host_memory_locked", "fields": fields})
     return torch.from_numpy(np.asarray(region))
 
 

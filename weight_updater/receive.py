@@ -218,3 +218,19 @@ class Receivers:
                     f"noticed, and keep it open",
                 )
             update.adoption = adoption
+
+
+def skip(chunks: from_tensor.Chunks | None) -> None:
+    """WORKER. Let a stream run to its end; its sender waits for that."""
+    for _ in chunks or ():
+        pass
+
+
+def after(update: OpenUpdate, first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
+    """One function that calls both, `first` once for all receivers of an update."""
+
+    def both() -> None:
+        update.transfer.once(first)
+        then()
+
+    return both

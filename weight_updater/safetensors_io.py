@@ -5,16 +5,19 @@ are there, the single file is the checkpoint. The index is not trusted: what it 
 directory (or in a root that the caller trusts), symbolic links included, and is not opened otherwise.
 
 Our writer gives shards names that were never used before and moves the index last, so a reader sees
-the old checkpoint or the new one, never some of each.
+the old checkpoint or the new one, never some of each. A writer that is killed leaves what it had written
+under a temporary name; the next one removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -45,6 +48,9 @@ INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 1 << 28
 _WRITE_BYTES = 16 << 20  # copied at a time from a device or a strided tensor
 _BUFFER_BYTES = 1 << 20  # small tensors are written together
+_TEMPORARY = re.compile(r"\.rollsync-[0-9a-f]{16}\.tmp\Z")
+_LOCKED_WITHIN_S = 60.0
+"""Nobody needs longer from creating a temporary file to locking it."""
 _OWN_SHARD = re.compile(r"model-\d{5}-of-\d{5}-[0-9a-f]{16}\.safetensors\Z")
 
 
@@ -218,28 +224,30 @@ def save_weights(
         ValueError: a name that comes twice, no tensor at all, or another dtype.
     """
     os.makedirs(directory, exist_ok=True)
+    _remove_abandoned(directory)
     temporary: list[str] = []
     weight_map: dict[str, int] = {}
     try:
-        if isinstance(tensors, PackedBytes) and sum(tensors.columns.sizes) <= max_shard_bytes:
-            temporary.append(_temporary_in(directory))
-            _write_packed(temporary[0], tensors, checksums)
+        with contextlib.ExitStack() as held:  # open files and their locks, which say that we are alive
+            if isinstance(tensors, PackedBytes) and sum(tensors.columns.sizes) <= max_shard_bytes:
+                temporary.append(_temporary_in(directory))
+                _write_packed(held, temporary[0], tensors, checksums)
+                _publish(directory, temporary, weight_map)
+                return
+            for shard in _shards(tensors, max_shard_bytes):
+                for name, tensor in shard:
+                    if name in weight_map:
+                        raise ValueError(f"{name} is to be saved twice")
+                    if tensor.dtype not in DTYPE_NAMES:
+                        raise ValueError(
+                            f"{name} is {tensor.dtype}; weights are saved as {', '.join(DTYPE_CODES)}"
+                        )
+                    weight_map[name] = len(temporary)
+                temporary.append(_temporary_in(directory))
+                _write_file(held, temporary[-1], shard, checksums)
+            if not temporary:
+                raise ValueError(f"no tensors to save in {directory}")
             _publish(directory, temporary, weight_map)
-            return
-        for shard in _shards(tensors, max_shard_bytes):
-            for name, tensor in shard:
-                if name in weight_map:
-                    raise ValueError(f"{name} is to be saved twice")
-                if tensor.dtype not in DTYPE_NAMES:
-                    raise ValueError(
-                        f"{name} is {tensor.dtype}; weights are saved as {', '.join(DTYPE_CODES)}"
-                    )
-                weight_map[name] = len(temporary)
-            temporary.append(_temporary_in(directory))
-            _write_file(temporary[-1], shard, checksums)
-        if not temporary:
-            raise ValueError(f"no tensors to save in {directory}")
-        _publish(directory, temporary, weight_map)
     finally:
         for path in temporary:
             with contextlib.suppress(FileNotFoundError):
@@ -265,7 +273,20 @@ def _shards(
         yield shard
 
 
-def _write_file(path: str, shard: list[tuple[str, torch.Tensor]], checksums: bool) -> None:
+def _remove_abandoned(directory: str) -> None:
+    """Remove the temporary files of writers that were killed: those that nobody holds a lock on."""
+    for name in filter(_TEMPORARY.match, os.listdir(directory)):
+        path = os.path.join(directory, name)
+        # Another writer may be as quick; and a file system without locks tells nothing, so nothing goes.
+        with contextlib.suppress(OSError), open(path, "rb+") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > _LOCKED_WITHIN_S:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+
+
+def _write_file(
+    held: contextlib.ExitStack, path: str, shard: list[tuple[str, torch.Tensor]], checksums: bool
+) -> None:
     columns = Columns(
         [name for name, _ in shard],
         [DTYPE_NAMES[tensor.dtype] for _, tensor in shard],
@@ -274,27 +295,30 @@ def _write_file(path: str, shard: list[tuple[str, torch.Tensor]], checksums: boo
     values = tensor_checksums([tensor for _, tensor in shard]) if checksums else []
     order, entries = file_layout(columns)
     parts = (part for index in order for part in _row_major_bytes(shard[index][1]))
-    _write(path, header(entries, [values[index] for index in order] if checksums else []), parts)
+    _write(held, path, header(entries, [values[index] for index in order] if checksums else []), parts)
 
 
-def _write_packed(path: str, packed: PackedBytes, checksums: bool) -> None:
+def _write_packed(held: contextlib.ExitStack, path: str, packed: PackedBytes, checksums: bool) -> None:
     values = packed.checksums() if checksums else []
     order, entries = _known_layout(packed.columns)
     parts = together([packed.arrays[index] for index in order], _BUFFER_BYTES)
-    _write(path, header(entries, [values[index] for index in order] if checksums else []), parts)
+    _write(held, path, header(entries, [values[index] for index in order] if checksums else []), parts)
 
 
 _known_layout = lru_cache(maxsize=4)(file_layout)
 """Mostly the same tensors are saved again and again."""
 
 
-def _write(path: str, head: bytes, parts: Iterable[memoryview]) -> None:
-    with open(path, "xb", buffering=_BUFFER_BYTES) as file:
-        file.write(head)
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
+def _write(held: contextlib.ExitStack, path: str, head: bytes, parts: Iterable[memoryview]) -> None:
+    """Write and sync a file, which stays open and locked as long as `held` does."""
+    file = held.enter_context(open(path, "xb", buffering=_BUFFER_BYTES))  # noqa: SIM115 - `held` closes it
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    file.write(head)
+    for part in parts:
+        file.write(part)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _row_major_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:

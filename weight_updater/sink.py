@@ -19,7 +19,7 @@ import torch
 from weight_updater.arena import TORCH_DTYPES, Arena
 from weight_updater.arrival import Arrivals, bad_chunk, check_chunk, overlap_text
 from weight_updater.cast import as_dtype, cast_into, cast_pieces
-from weight_updater.checksum import Scan, checksum, finish, has_nonfinite, scan
+from weight_updater.checksum import checksum, finish, has_nonfinite, scan
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.look import Look
 from weight_updater.plan import Plan
@@ -28,6 +28,7 @@ from weight_updater.slot_scan import cast_checksum
 from weight_updater.small import Flags, Indexes
 
 if TYPE_CHECKING:
+    from weight_updater.device_scan import Found
     from weight_updater.lent_tensors import LentTensors
 
 _MASK = (1 << 64) - 1
@@ -144,24 +145,20 @@ class Sink:
             self.write(cut, 0, data[offsets[cut] - position :])
         self.write_whole(whole, [offsets[index] - position for index in whole], data)
 
-    def claim_whole(self, lent: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def claim_whole(self, indexes: Sequence[int]) -> None:
         """Account for whole tensors that somebody else puts into their places; then call `settle_whole`.
         Raises what `write` does; then none is accounted for.
         """
-        for index, data in lent:
-            spec, nbytes, end = self.plan.manifest.tensor(index), self.plan.sizes[index], data.numel()
-            if end != nbytes:
-                raise bad_chunk(spec, 0, end, f"is not the whole tensor of {nbytes} bytes")
         with self._changed:
-            self._claim_whole([index for index, _ in lent])
-            self._num_writing += len(lent)
+            self._claim_whole(indexes)
+            self._num_writing += 1
 
-    def settle_whole(self, indexes: Sequence[int], found: Sequence[Scan]) -> None:
-        """The tensors of a `claim_whole` are in place. found: what a scan saw in them; none without one."""
+    def settle_whole(self, indexes: Sequence[int], found: Found | None) -> None:
+        """The tensors of a `claim_whole` are in place. found: what a scan saw in them, if there was one."""
         with self._changed:
-            for index, scanned in zip(indexes, found, strict=False):
-                self._totals[index], self._nonfinite[index] = scanned.total, scanned.nonfinite
-            self._num_writing -= len(indexes)
+            if found is not None and found.totals.size:
+                self._totals[indexes], self._nonfinite[indexes] = found.totals, found.nonfinite
+            self._num_writing -= 1
             self._changed.notify_all()
 
     def is_hashed(self, index: int) -> bool:

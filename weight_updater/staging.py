@@ -15,8 +15,7 @@ import torch
 from weight_updater import virtual_memory
 from weight_updater.arena import TORCH_DTYPES, WeightTarget, aligned_zeros
 from weight_updater.cast import as_dtype, cast_into
-from weight_updater.checksum import finish
-from weight_updater.device_scan import copy_many, is_fast, warm
+from weight_updater.device_scan import Launch, is_fast, warm
 from weight_updater.errors import Reason, UpdateRefused, WeightsTorn
 from weight_updater.pinned import pinned_zeros
 from weight_updater.plan import slot_nbytes
@@ -224,31 +223,31 @@ class CopyBorrowed:
     """
 
     def __init__(self, target: WeightTarget, live: torch.Tensor, sink: Sink) -> None:
-        self._device = target.device
         self._sink = sink
         self._promised = sorted(sink.promised)
 
-        def pairs() -> tuple[Pairs, Pairs]:
-            return self._pairs_to_watch(target, live), _merge(target, sink, live)
+        def copies() -> tuple[Launch, Pairs, Launch | None]:
+            pairs = _merge(target, sink, live)
+            many = is_fast(target.device) and len(pairs) > FEW_COPIES
+            return self._watch(target, live), pairs, Launch(target.device, pairs, None) if many else None
 
         if len(sink.offered) == 1:  # the same tensors as in the step before, mostly
-            key = (live.data_ptr(), frozenset(sink.promised))
-            self._watched, self._copies = sink.offered[0].made(key, pairs)
+            key = ("commit", live.data_ptr(), tuple(self._promised))
+            self._watched, self._copies, self._launch = sink.offered[0].made(key, copies)
         else:
-            self._watched, self._copies = pairs()
+            self._watched, self._copies, self._launch = copies()
         dtypes = sink.plan.manifest.columns.dtypes
         self._casts = [
             (
                 target.arena.slot_view(live, sink.plan.slot(index).name).view(-1),
                 as_dtype(sink.borrowed[index], TORCH_DTYPES[dtypes[index]]),
             )
-            for index in sink.plan.applied
-            if index in sink.borrowed and not sink.plan.same_dtype(index)
+            for index in sorted(sink.plan.casts.intersection(sink.borrowed).difference(sink.plan.twins))
         ]
 
     def run(self) -> None:
-        if is_fast(self._device) and len(self._copies) > FEW_COPIES:
-            copy_many(self._copies, self._device)
+        if self._launch is not None:
+            self._launch.run()
         else:
             for destination, source in self._copies:
                 copy_bytes(destination, source)
@@ -256,28 +255,28 @@ class CopyBorrowed:
             cast_into(destination, source)
         self._copy_watched()
 
-    def _pairs_to_watch(self, target: WeightTarget, live: torch.Tensor) -> Pairs:
+    def _watch(self, target: WeightTarget, live: torch.Tensor) -> Launch:
         arena, plan, borrowed = target.arena, self._sink.plan, self._sink.borrowed
-        return [
+        pairs = [
             (arena.slot_view(live, plan.slot(index).name).view(-1).view(torch.uint8), borrowed[index])
             for index in self._promised
         ]
+        return Launch(target.device, pairs, [None] * len(pairs))
 
     def _copy_watched(self) -> None:
         """Copy and hash; raise WeightsTorn if what was read is not what the trainer promised."""
-        for index, found in zip(
-            self._promised,
-            copy_many(self._watched, self._device, [None] * len(self._watched)),
-            strict=True,
-        ):
-            promised = self._sink.received_checksum(index)
-            read = finish(found.total, self._sink.borrowed[index].numel())
-            if read != promised:
-                raise WeightsTorn(
-                    Reason.CHECKSUM_MISMATCH,
-                    f"{self._sink.plan.manifest.tensor(index).name} was copied with checksum {read:016x}, "
-                    f"the trainer had hashed {promised:016x}: it wrote there during the call",
-                )
+        totals, lengths = self._watched.run().totals, self._sink.plan.mixed_lengths[self._promised]
+        found: list[int] = (totals + lengths).tolist()
+        promised = self._sink.received_checksums(self._promised)
+        if found == promised:
+            return
+        at = next(at for at, value in enumerate(found) if value != promised[at])
+        name = self._sink.plan.manifest.columns.names[self._promised[at]]
+        raise WeightsTorn(
+            Reason.CHECKSUM_MISMATCH,
+            f"{name} was copied with checksum {found[at]:016x}, the trainer had hashed "
+            f"{promised[at]:016x}: it wrote there during the call",
+        )
 
     def undo(self) -> bool:
         return False

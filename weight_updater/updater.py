@@ -23,7 +23,7 @@ from weight_updater.manifests import Manifests
 from weight_updater.open_update import OpenUpdate, Request, check_received, expect
 from weight_updater.opening import Opener
 from weight_updater.preloaded import PreloadedWeights
-from weight_updater.receive import Receive, Receivers
+from weight_updater.receive import Receive, Receivers, after, skip
 from weight_updater.requests import (
     BeginReply,
     BeginUpdate,
@@ -78,6 +78,7 @@ class WeightUpdater:
         self._opener = Opener(target, self._live, self.buffers, self._manifests, hooks, lease_s)
         self._history = History()
         self._owner_checked = 0.0
+        self.on_ended: Callable[[OpenUpdate, UpdateError], None] = lambda *_: None  # LOOP; without a commit
 
     @property
     def version(self) -> int:
@@ -157,12 +158,12 @@ class WeightUpdater:
         update.check_admits(request)
         update.touch()
         if update.state is UpdateState.RECEIVED and request in update.finished:
-            return Receive(update, request, lambda: _skip(chunks))  # a repeated call, its bytes are here
+            return Receive(update, request, lambda: skip(chunks))  # a repeated call, its bytes are here
         work = self._receivers.work(update, request, chunks)
         if self._live.previous is not None and self._live.previous.staging is update.staging:
             self._live.previous = None  # its bytes are about to be overwritten
         if update.writes_live and not update.in_adopted and not update.request.skip_checksums:
-            work = _after(update, self._live.know, work)  # while the slots still hold the old weights
+            work = after(update, self._live.know, work)  # while the slots still hold the old weights
         update.num_receiving += 1
         if update.state is UpdateState.BEGUN:
             update.state = UpdateState.RECEIVING
@@ -174,6 +175,11 @@ class WeightUpdater:
         Raises:
             UpdateError: what ended the update; `error`, or what came before it.
         """
+        self.arrived(receive, error)
+        return replies.report(receive.update, self.version, self.commit_sequence)
+
+    def arrived(self, receive: Receive, error: Exception | None) -> None:
+        """LOOP. `received` without a report, for an update that commits in the same call."""
         update = receive.update
         update.num_receiving -= receive.counted
         if update is not self.open:
@@ -185,7 +191,6 @@ class WeightUpdater:
             update.state = UpdateState.RECEIVED
         if receive.request not in update.finished:
             update.finished.append(receive.request)
-        return replies.report(update, self.version, self.commit_sequence)
 
     # Nothing has been written; everything that can refuse
 
@@ -200,6 +205,19 @@ class WeightUpdater:
             return
         if update.receiving:
             raise UpdateRefused(Reason.WRONG_STATE, f"update {update_id} is still receiving")
+        self._verify(update)
+
+    def run_all(self, receive: Receive) -> None:
+        """WORKER. `receive.run`, and at once `verify`, unless another receiver is still at work.
+
+        Raises:
+            UpdateError: hand it to `arrived`.
+        """
+        receive.run()
+        if receive.update.num_receiving == receive.counted:
+            self._verify(receive.update)
+
+    def _verify(self, update: OpenUpdate) -> None:
         start = time.perf_counter()
         update.verifying = True
         try:
@@ -373,23 +391,10 @@ class WeightUpdater:
         self.open = None
         self._unpin()
         self._history.add_ended(update.update_id, ended)
+        self.on_ended(update, ended)
         return ended
 
     def _unpin(self) -> None:
         """Trainers' memory that no open update and no slot uses may be unmapped again."""
         adopted = self._live.adopted
         self._receivers.mappings.pinned = set() if adopted is None else {adopted.allocation_id}
-
-
-def _skip(chunks: Chunks | None) -> None:
-    """WORKER. Let a stream run to its end; its sender waits for that."""
-    for _ in chunks or ():
-        pass
-
-
-def _after(update: OpenUpdate, first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        update.transfer.once(first)
-        then()
-
-    return both

@@ -10,7 +10,6 @@ T = packed tokens, B = rows, N = query heads, K = kv heads, H = head dim
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 
@@ -20,9 +19,10 @@ import torch
 
 from rollout_engine.attention.base import AttentionBackend, AttentionShape
 from rollout_engine.batch.forward import ForwardBatch
+from rollout_engine.logs import get_log
 from rollout_engine.ops.decode_attention import attend, splits_for
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 WORKSPACE_BYTES = 256 << 20
 """Partial results of rows whose KV was cut into pieces; FlashInfer refuses a plan that needs more."""
@@ -46,10 +46,10 @@ class FlashInferBackend(AttentionBackend):
     def warm_up(self) -> None:
         """Compile the kernels of this model's shapes, or load them from FlashInfer's cache."""
         started = time.monotonic()
-        logger.info("loading FlashInfer's attention kernels (compiled at first use: about a minute)")
+        log.info("attention_loading", backend="flashinfer", note="compiled at first use: about a minute")
         one = np.ones(1, dtype=np.int32)
         self._plan(starts_of(one), one, np.zeros(1, dtype=np.int32), one)
-        logger.info("attention kernels are ready after %.1f s", time.monotonic() - started)
+        log.info("attention_ready", backend="flashinfer", seconds=round(time.monotonic() - started, 1))
 
     def plan(self, batch: ForwardBatch) -> None:
         """Cut the rows' work into pieces, for all layers."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 
 import torch
 
 from rollout_engine.attention.base import AttentionBackend, AttentionShape
 from rollout_engine.errors import ConfigError
+from rollout_engine.logs import get_log
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 BACKENDS = {
     "torch": "rollout_engine.attention.torch_sdpa:TorchBackend",
@@ -34,7 +34,7 @@ def resolve_backend(name: str, shape: AttentionShape) -> str:
         return "flashinfer"
     if name == "flashinfer":
         raise ConfigError(f"attention_backend is 'flashinfer', but {obstacle}; use 'torch' or 'auto'")
-    logger.warning("attention runs on torch's SDPA, without CUDA graphs: %s", obstacle)
+    log.warning("attention_falls_back", backend="torch", cuda_graphs=False, because=obstacle)
     return "torch"
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import typer
 
 from rollout_engine.cli.demo import demo
+from rollout_engine.cli.doctor import doctor
 from rollout_engine.cli.generate import generate
 from rollout_engine.cli.http import http
+from rollout_engine.cli.plot import plot
 from rollout_engine.cli.reload import reload
 from rollout_engine.cli.serve import serve
 from rollout_engine.cli.status import status
+from rollout_engine.cli.top import top
 from rollout_engine.cli.warmup import warmup
 
 app = typer.Typer(
@@ -23,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, generate, reload, status, http, warmup, demo):
+for command in (serve, generate, reload, status, top, plot, doctor, http, warmup, demo):
     app.command()(command)
 
 

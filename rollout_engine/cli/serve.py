@@ -41,6 +41,15 @@ def serve(
     tls_cert: Annotated[Path | None, _flag("PEM certificate; turns TLS on.")] = None,
     tls_key: Annotated[Path | None, _flag("PEM key.")] = None,
     tls_client_ca: Annotated[Path | None, _flag("PEM CA that clients must come from (mTLS).")] = None,
+    metrics_port: Annotated[
+        int | None, _flag("Serve Prometheus metrics here; 0: the system chooses.")
+    ] = None,
+    metrics_host: Annotated[str | None, _flag("Address of the metrics; loopback by default.")] = None,
+    metrics_log: Annotated[Path | None, _flag("Append metrics as JSON lines, for `rollsync plot`.")] = None,
+    metrics_log_bytes: Annotated[int | None, _flag("At this size the file becomes FILE.1.")] = None,
+    metrics_log_seconds: Annotated[float | None, _flag("Between two samples.")] = None,
+    log_format: Annotated[str | None, _flag("text or json, on stderr.")] = None,
+    log_level: Annotated[str | None, _flag("debug, info, warning or error.")] = None,
     max_message_bytes: Annotated[int | None, _flag("Limit of one gRPC message.")] = None,
     upload_slots: Annotated[int | None, _flag("Slots of the upload ring.")] = None,
     stream_receivers: Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,8 +25,9 @@ def warmup(
     """
     from rollout_engine.config import load_config
     from rollout_engine.errors import ConfigError, EngineError
+    from rollout_engine.logs import configure
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    configure("text", "info", "warmup")
     flags: dict[str, Any] = {
         "model": model,
         "device": device,

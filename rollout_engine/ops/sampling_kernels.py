@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
+WARPS = 4
+THREADS = 32 * WARPS
+"""Of a program: a running sum over fewer values than threads has read memory that is not there."""
 
 ANY_ALIGNMENT = [
     "pool_indices",
@@ -173,7 +176,7 @@ def draw(
     token_ids, logprobs = out[: 8 * S].view(torch.int64), out[8 * S :].view(torch.float32)
     reduced = (*floats, *ints)
     _reduce_kernel[(S, C)](
-        logits, logits.stride(0), temperatures, *reduced, V, C, RAW=any_raw, BLOCK=BLOCK, num_warps=4
+        logits, logits.stride(0), temperatures, *reduced, V, C, RAW=any_raw, BLOCK=BLOCK, num_warps=WARPS
     )
     _draw_kernel[(S,)](
         logits,
@@ -191,7 +194,7 @@ def draw(
         C,
         RAW=any_raw,
         BLOCK=BLOCK,
-        BLOCKS=triton.next_power_of_2(C),
-        num_warps=4,
+        BLOCKS=max(THREADS, triton.next_power_of_2(C)),
+        num_warps=WARPS,
     )
     return out

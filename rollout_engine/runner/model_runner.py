@@ -6,7 +6,6 @@ next one must know of: __init__, initialize, alloc_memory_pool, init_attention_b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -21,6 +20,7 @@ from rollout_engine.batch.packing import Packer
 from rollout_engine.batch.schedule import ScheduleBatch, StepResult
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError
+from rollout_engine.logs import get_log
 from rollout_engine.models.config import ModelConfig
 from rollout_engine.models.registry import MODELS
 from rollout_engine.models.weights import build_model, fill_random
@@ -37,7 +37,7 @@ from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
 from weight_updater.preloaded import PreloadedWeights
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 SPLIT_PREFILL_LAYERS = 4
 """Layers per group when forward() runs a SPLIT_PREFILL batch by itself."""
@@ -172,7 +172,7 @@ class ModelRunner:
         if self.config.cuda_graphs:
             self.decode_graph = self._decode_graph_runner()
             self.prefill_graph = self._prefill_graph_runner()
-        logger.info("capturing graphs, loading kernels (compiled at first use on a machine: some seconds)")
+        log.info("kernels_loading", note="compiled at first use on a machine: some seconds")
         if runners := [runner for runner in (self.decode_graph, self.prefill_graph) if runner is not None]:
             self.graphs = Graphs(runners, self.forward_stream)
             self.graphs.capture()
@@ -184,7 +184,7 @@ class ModelRunner:
         if not sizes:
             return None
         if kernels_for(self.last_tokens) is None or not self.attn_backend.captures:
-            logger.warning("decode passes are not captured: %s attention", self.attention_backend_name)
+            log.warning("graphs_not_captured", attention_backend=self.attention_backend_name)
             return None
         return DecodeCudaGraphRunner(self, sizes, self._captured_storages())
 

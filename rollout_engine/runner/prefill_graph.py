@@ -15,7 +15,6 @@ T = captured number of tokens, N = query heads, K = kv heads, H = head dim, D = 
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +24,12 @@ import torch
 
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.batch.schedule import ForwardMode, ScheduleBatch
+from rollout_engine.logs import get_log
 from rollout_engine.models.layers import Heads, Rope
 from rollout_engine.runner.graphs import Capture, CapturedStorages, Graph, capture_graph, smallest_fit
 from rollout_engine.runner.pending import PendingStep
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ class PrefillCudaGraphRunner:
         for size in reversed(self._sizes):
             self._captured[size] = self._capture(size, pool)
         self._storages.note()
-        sizes = ", ".join(map(str, self._sizes))
-        logger.info("captured prefill graphs of %s tokens in %.2f s", sizes, time.monotonic() - started)
+        seconds = round(time.monotonic() - started, 2)
+        log.info("graphs_captured", runner="prefill_graph", sizes=list(self._sizes), seconds=seconds)
 
     def _capture(self, size: int, pool: Any) -> Captured:
         runner = self._runner

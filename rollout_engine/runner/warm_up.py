@@ -7,7 +7,6 @@ ops see to it that the kind does not depend on the batch (do_not_specialize_on_a
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.batch.schedule import ForwardMode, SampleRow, ScheduleBatch
+from rollout_engine.logs import get_log
 from rollout_engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from rollout_engine.runner.model_runner import ModelRunner
 
-logger = logging.getLogger(__name__)
+log = get_log(__name__)
 
 SHALLOW_PAGES = 64
 
@@ -42,7 +42,7 @@ def warm_up(runner: ModelRunner) -> None:
     for batch in _passes(runner):
         if runner.decode_graph is None or not runner.decode_graph.can_run(batch):
             runner.eager.run(batch, ForwardBatch.init_new(batch, runner)).result()
-    logger.info("kernels are loaded after %.1f s", time.monotonic() - started)
+    log.info("kernels_ready", seconds=round(time.monotonic() - started, 1))
 
 
 def _passes(runner: ModelRunner) -> Iterator[ScheduleBatch]:

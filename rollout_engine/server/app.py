@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
@@ -21,10 +20,12 @@ from grpc_reflection.v1alpha import reflection
 
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError, EngineError
+from rollout_engine.logs import configure, get_log, log_uncaught
 from rollout_engine.server.auth import TlsContents, TokenInterceptor, read_tls
 from rollout_engine.server.engine_client import EngineClient
 from rollout_engine.server.engine_process import ENGINE_COMMAND
 from rollout_engine.server.health import EngineHealth
+from rollout_engine.server.observers import Observers
 from rollout_engine.server.options import join_address, server_options
 from rollout_engine.server.receivers import Receivers
 from rollout_engine.server.rollout_service import RolloutService
@@ -35,7 +36,7 @@ from rollout_engine.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weight
 from weight_updater.errors import UpdateError
 from weight_updater.heap import keep_freed_buffers
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 DRAIN_GRACE_S = 30.0
 """How long running requests may take to finish after SIGTERM."""
@@ -86,6 +87,7 @@ class RunningServer:
     health: EngineHealth
     port: int
     draining: asyncio.Event
+    observers: Observers
     _follower: asyncio.Task[None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +113,7 @@ class RunningServer:
         await self.server.stop(None)
         await closing
         await self.engine.stop(EXIT_GRACE_S)
+        await self.observers.close()
 
 
 async def start(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_COMMAND) -> RunningServer:
@@ -120,26 +123,36 @@ async def start(config: ServeConfig, *, engine_command: Sequence[str] = ENGINE_C
         engine_command: the engine process; `--fd N` is appended.
 
     Raises:
-        ConfigError: the address cannot be bound, or a TLS file not read.
+        ConfigError: an address cannot be bound, or a file not read or written.
         EngineError or UpdateError: why the engine did not start.
     """
     tls = read_tls(config)
     check_port_free(config)
     codec = TextCodec(load_tokenizer(config.model))
-    engine = await EngineClient.start(config, engine_command)
+    observers = Observers(config)
     try:
-        return await _open(config, engine, codec, tls)
+        observers.serve()
+        engine = await EngineClient.start(config, engine_command, observers.tally)
+        try:
+            return await _open(config, engine, codec, tls, observers)
+        except BaseException:
+            await engine.stop(EXIT_GRACE_S)
+            raise
     except BaseException:
-        await engine.stop(EXIT_GRACE_S)
+        await observers.close()
         raise
 
 
 async def _open(
-    config: ServeConfig, engine: EngineClient, codec: TextCodec, tls: TlsContents | None
+    config: ServeConfig,
+    engine: EngineClient,
+    codec: TextCodec,
+    tls: TlsContents | None,
+    observers: Observers,
 ) -> RunningServer:
     interceptors: list[grpc.aio.ServerInterceptor] = [ReadingInterceptor(SERVICES)]
     if config.token is not None:
-        interceptors.insert(0, TokenInterceptor(config.token.get_secret_value()))
+        interceptors.insert(0, TokenInterceptor(config.token.get_secret_value(), observers.tally))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(config.max_message_bytes))
     draining = asyncio.Event()
     health = EngineHealth(engine, SERVICES)
@@ -161,7 +174,8 @@ async def _open(
         raise _cannot_listen(config, "it is in use, or cannot be bound") from error
     await health.publish()
     await server.start()
-    return RunningServer(config, engine, server, receivers, health, port, draining)
+    observers.watch(engine)
+    return RunningServer(config, engine, server, receivers, health, port, draining, observers)
 
 
 def write_ready_file(path: Path, running: RunningServer) -> None:
@@ -171,6 +185,8 @@ def write_ready_file(path: Path, running: RunningServer) -> None:
         "pid": os.getpid(),
         "instance_id": running.engine.info.instance_id,
     }
+    if running.observers.metrics_address:
+        content["metrics_address"] = running.observers.metrics_address
     path = path.absolute()
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(fd, "w") as file:
@@ -185,6 +201,9 @@ def serve(
 
     0: drained after a signal. 1: the engine could not start (one line on stderr says why), or had died.
     """
+    secrets = [] if config.token is None else [config.token.get_secret_value()]
+    configure(config.log_format, config.log_level, "front", secrets=secrets)
+    log_uncaught()
     keep_freed_buffers()  # chunks of weights come and go
     return asyncio.run(_serve(config, ready_file, engine_command))
 
@@ -201,25 +220,51 @@ async def _serve(config: ServeConfig, ready_file: Path | None, engine_command: S
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await starting
-        return _fail("stopped by a signal before the engine served")
+        return _fail(config, "stopped by a signal before the engine served")
     try:
         running = starting.result()
     except (ConfigError, EngineError, UpdateError) as error:
-        return _fail(str(error))
-    version = running.engine.state.weight_version
-    print(f"rollsync: serving {config.model} on {running.address} (weight version {version})", flush=True)
+        return _fail(config, str(error))
+    _say_serving(running)
     code = 0
     try:
         if ready_file is not None:
             write_ready_file(ready_file, running)
         await stopping
     except OSError as error:
-        code = _fail(f"cannot write {ready_file}: {error.strerror}")
+        code = _fail(config, f"cannot write {ready_file}: {error.strerror}")
     died = running.engine.death_reason is not None
+    log.info("draining", grace_s=DRAIN_GRACE_S, requests=len(running.engine.requests))
     await running.stop(DRAIN_GRACE_S)
+    log.info("stopped")
     return 1 if died else code
 
 
-def _fail(message: str) -> int:
-    print(f"rollsync: error: {message}", file=sys.stderr, flush=True)
+def _say_serving(running: RunningServer) -> None:
+    """One line on stdout for people, and one in the log; only the latter where each line must be JSON."""
+    config, info = running.config, running.engine.info
+    version = running.engine.state.weight_version
+    if config.log_format == "text":
+        print(f"rollsync: serving {config.model} on {running.address} (weight version {version})", flush=True)
+    metrics = running.observers.metrics_address
+    log.info(
+        "serving",
+        address=running.address,
+        **({"metrics_address": metrics} if metrics else {}),
+        model=str(config.model),
+        architecture=info.architecture,
+        device=info.device,
+        dtype=info.dtype,
+        attention_backend=info.attention_backend,
+        version=version,
+        instance_id=info.instance_id,
+        engine_pid=running.engine.pid,
+    )
+
+
+def _fail(config: ServeConfig, message: str) -> int:
+    if config.log_format == "json":
+        log.error("failed", error=message)
+    else:
+        print(f"rollsync: error: {message}", file=sys.stderr, flush=True)
     return 1

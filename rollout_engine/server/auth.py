@@ -10,12 +10,13 @@ import grpc
 import msgspec
 
 from rollout_engine.errors import ConfigError, EngineError, Reason
-from rollout_engine.server.status import abort, abort_now
+from rollout_engine.server.status import abort, abort_now, kind_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rollout_engine.config import ServeConfig
+    from rollout_engine.server.tally import Tally
 
 OPEN_PREFIX = "/grpc.health.v1.Health/"
 WANTS_TOKEN = EngineError(
@@ -26,17 +27,25 @@ WANTS_TOKEN = EngineError(
 def is_allowed(metadata: Any, token: bytes) -> bool:
     """Whether a call's metadata carry the token, once."""
     values = [value for key, value in metadata or () if key == "authorization"]
-    if len(values) != 1:
-        return False
-    scheme, _, given = values[0].partition(" ")
+    return len(values) == 1 and is_bearer(values[0], token)
+
+
+def is_bearer(authorization: str, token: bytes) -> bool:
+    """Whether a header's value is `Bearer TOKEN`; takes as long for a wrong token as for a right one."""
+    scheme, _, given = authorization.partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), token)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Refuses every call without `authorization: Bearer TOKEN`, and does not say what was wrong with it."""
+    """Refuses every call without `authorization: Bearer TOKEN`, and does not say what was wrong with it.
 
-    def __init__(self, token: str) -> None:
+    Args:
+        tally: counts the refusals.
+    """
+
+    def __init__(self, token: str, tally: Tally) -> None:
         self._token = token.encode()
+        self._tally = tally
 
     async def intercept_service(
         self,
@@ -48,11 +57,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
         ):
             return await continuation(handler_call_details)
         # Streams both ways, so that it answers before it reads anything.
-        return grpc.stream_stream_rpc_method_handler(_deny)
+        return grpc.stream_stream_rpc_method_handler(self._deny)
 
-
-async def _deny(_: Any, context: grpc.aio.ServicerContext) -> None:
-    await abort(context, WANTS_TOKEN)
+    async def _deny(self, _: Any, context: grpc.aio.ServicerContext) -> None:
+        self._tally.errored(kind_of(WANTS_TOKEN), WANTS_TOKEN.reason)
+        await abort(context, WANTS_TOKEN)
 
 
 class ThreadedTokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has no types

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from rollout_engine import __version__
 from rollout_engine import messages as m
 from rollout_engine.errors import EngineError, Reason
+from rollout_engine.records import UpdateRecord
 from rollout_engine.sampling import LogprobMode, SamplingParams
 from rollout_engine.v1 import rollout_pb2 as pb
 
@@ -146,10 +147,29 @@ def engine_state(snapshot: m.Snapshot) -> pb.EngineState:
         open_update_total_bytes=snapshot.total_bytes,
         paused_by=snapshot.paused_by,
         released_tags=[MEMORY_TAG_TO_WIRE[tag] for tag in snapshot.released_tags],
+        num_prompt_tokens=snapshot.work.num_prompt_tokens,
+        num_cached_tokens=snapshot.work.num_cached_tokens,
     )
 
 
-def engine_info(info: m.EngineInfo, snapshot: m.Snapshot) -> pb.GetEngineInfoResponse:
+def update_summary(record: UpdateRecord) -> pb.UpdateSummary:
+    return pb.UpdateSummary(
+        update_id=record.update_id,
+        path=record.path,
+        staging=record.staging,
+        end=record.end,
+        reason=record.reason,
+        message=record.message,
+        weight_version=record.version,
+        num_bytes=record.num_bytes,
+        seconds=record.seconds,
+        ended_at=record.ended_at,
+    )
+
+
+def engine_info(
+    info: m.EngineInfo, snapshot: m.Snapshot, recent_updates: Iterable[UpdateRecord]
+) -> pb.GetEngineInfoResponse:
     kv = info.kv
     return pb.GetEngineInfoResponse(
         instance_id=info.instance_id,
@@ -179,4 +199,5 @@ def engine_info(info: m.EngineInfo, snapshot: m.Snapshot) -> pb.GetEngineInfoRes
         weights_path=info.weights_path,
         max_running_requests=info.max_running_requests,
         weights_address=info.weights_address,
+        recent_updates=[update_summary(record) for record in recent_updates],
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import socket
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -14,12 +13,15 @@ import msgspec
 from rollout_engine import messages as m
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import EngineError, Reason
+from rollout_engine.logs import get_log
 from rollout_engine.server.engine_process import ENGINE_COMMAND, EngineProcess
+from rollout_engine.server.journal import StateJournal, log_update
 from rollout_engine.server.live import Inbox, LiveRequest, LiveRequests
 from rollout_engine.server.ring import Ring
 from rollout_engine.server.status import error_from
+from rollout_engine.server.tally import Tally
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 Result = TypeVar("Result")
 
@@ -33,8 +35,9 @@ FIRST_SNAPSHOT_S = 10.0
 class EngineClient:
     """One engine process. Made by `start`; everything here runs on the front's event loop."""
 
-    def __init__(self) -> None:
-        self.requests = LiveRequests(self.send)
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+        self.requests = LiveRequests(self.send, tally)
         self.snapshot: m.Snapshot | None = None
         self.changed = asyncio.Event()  # set, and replaced, whenever the snapshot changes
         self.death_reason: str | None = None
@@ -49,22 +52,29 @@ class EngineClient:
         self._info: m.EngineInfo | None = None
         self._ring: Ring | None = None
         self._refreshing: asyncio.Task[None] | None = None
+        self._journal = StateJournal()
 
     # -------------------------------------------------------- start and end
 
     @classmethod
-    async def start(cls, config: ServeConfig, command: Sequence[str] = ENGINE_COMMAND) -> EngineClient:
+    async def start(
+        cls, config: ServeConfig, command: Sequence[str] = ENGINE_COMMAND, tally: Tally | None = None
+    ) -> EngineClient:
         """Spawn the engine and wait until it serves.
+
+        Args:
+            tally: counts what happens; a new one if none is given.
 
         Raises:
             EngineError or UpdateError: what the engine failed with; ENGINE_DEAD if it just went away.
         """
-        client = cls()
+        client = cls(tally or Tally())
         client._process = await EngineProcess.spawn(config, client._on_frame, client._on_lost, command)
         try:
             ready = await client._ready
             client._ring = Ring(ready)
             client._info = ready.info
+            client.tally.engine_ready(ready.info)
             async with asyncio.timeout(FIRST_SNAPSHOT_S):
                 await client._first_snapshot.wait()
         except TimeoutError:
@@ -193,15 +203,19 @@ class EngineClient:
             case m.ChunkTaken():
                 self.ring.release(event.slot, event.call_id)
             case m.Snapshot():
+                self._journal.see(event)
                 self._publish(event)
                 self._first_snapshot.set()
+            case m.UpdateEnded():
+                log_update(event.record)
+                self.tally.update_ended(event.record)
             case m.RequestRefused():
                 self.requests.deliver(event.request_id, event)
             case m.Ready():
                 self._ready.set_result(event)
             case m.Failed():
                 self._failed = event.error
-                log.error("engine failed: %s", event.error.message)
+                log.error("engine_failed", reason=event.error.reason, error=event.error.message)
 
     def _on_reply(self, reply: m.Reply) -> None:
         if self._ring is not None:
@@ -240,8 +254,9 @@ class EngineClient:
             reason = f"{self._failed.message} ({reason})"
         self.death_reason = reason
         dead = EngineError(Reason.ENGINE_DEAD, reason)
-        if not self.stopping:
-            log.error("engine is dead: %s", reason)
+        if not self.stopping and self._failed is None:  # else it has told why itself
+            log.error("engine_dead", reason=reason)
+        self.tally.engine_gone(asked=self.stopping)
         if not self._ready.done():
             started = dead if self._failed is None else error_from(self._failed)
             self._ready.set_exception(started)

@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from rollout_engine.config import ServeConfig
 
 ENGINE_COMMAND = (sys.executable, "-m", "rollout_engine.engine_main")
-PRIVATE_KEYS = {"token", "tls_cert", "tls_key", "tls_client_ca", "port"}
+PRIVATE_KEYS = {"token", "tls_cert", "tls_key", "tls_client_ca", "port", "metrics_port", "metrics_log"}
 HEADER_BYTES = 4
 
 
 def engine_config(config: ServeConfig) -> bytes:
     """The configuration for the engine as JSON: without the token, the keys and the address."""
-    return config.model_copy(update={"host": "127.0.0.1"}).model_dump_json(exclude=PRIVATE_KEYS).encode()
+    loopback = {"host": "127.0.0.1", "metrics_host": "127.0.0.1"}
+    return config.model_copy(update=loopback).model_dump_json(exclude=PRIVATE_KEYS).encode()
 
 
 def describe_exit(returncode: int) -> str:

@@ -18,6 +18,7 @@ from rollout_engine.messages import (
     SequenceOutput,
     SubmitRequest,
 )
+from rollout_engine.server.tally import Tally
 
 Arrival = SequenceOutput | RequestRefused
 
@@ -61,10 +62,14 @@ class Inbox:
 class LiveRequest:
     """One submitted request. `leave` must be called when its client is answered or gone."""
 
-    def __init__(self, request: SubmitRequest, inbox: Inbox, send: Callable[[Command], None]) -> None:
+    def __init__(
+        self, request: SubmitRequest, inbox: Inbox, send: Callable[[Command], None], tally: Tally
+    ) -> None:
         self.request_id = request.request_id
         self._inbox: Inbox | None = inbox
         self._send = send
+        self._tally = tally
+        self._submitted_at = tally.submitted()
         self._running = set(range(request.params.n))  # completions that the engine has not ended
         self._finishing: set[int] = set()  # of these, those that it was told to finish
 
@@ -90,6 +95,7 @@ class LiveRequest:
             self._running.clear()
         elif arrival.finish_reason:
             self._running.discard(arrival.index)
+            self._tally.finished(arrival, self._submitted_at)
         if self._inbox is not None:
             self._inbox.put(arrival)
 
@@ -102,8 +108,9 @@ class LiveRequest:
 class LiveRequests:
     """The table of live requests, by id."""
 
-    def __init__(self, send: Callable[[Command], None]) -> None:
+    def __init__(self, send: Callable[[Command], None], tally: Tally) -> None:
         self._send = send
+        self._tally = tally
         self._live: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
@@ -120,7 +127,7 @@ class LiveRequests:
                 Reason.DUPLICATE_REQUEST,
                 f"request_id {request.request_id!r} is live; choose another or wait until it has ended",
             )
-        live = self._live[request.request_id] = LiveRequest(request, inbox, self._send)
+        live = self._live[request.request_id] = LiveRequest(request, inbox, self._send, self._tally)
         self._send(request)
         return live
 

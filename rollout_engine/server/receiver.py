@@ -9,7 +9,6 @@ socket. One thread of the interpreter carries a stream, which is why there are s
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import queue
 import socket
@@ -26,6 +25,7 @@ import msgspec
 from rollout_engine import messages as m
 from rollout_engine.channel import HEADER, Channel
 from rollout_engine.errors import EngineError
+from rollout_engine.logs import Format, Level, configure, get_log, log_uncaught
 from rollout_engine.server import convert
 from rollout_engine.server.auth import ThreadedTokenInterceptor, TlsContents
 from rollout_engine.server.chunk_wire import ChunkReader, WireChunk, parse
@@ -37,7 +37,7 @@ from rollout_engine.v1 import weights_pb2 as pb
 from weight_updater.heap import keep_freed_buffers
 from weight_updater.requests import MAX_STREAMS, BeginUpdate, FromTensor, Path, UpdateReply
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Weights"].full_name
 METHOD = "UpdateWeightsFromTensor"
@@ -62,6 +62,8 @@ class ReceiverConfig(msgspec.Struct, frozen=True):
     first_call_id: int
     token: str | None = None
     tls: TlsContents | None = None
+    log_format: Format = "text"
+    log_level: Level = "info"
 
 
 class ReceiverReady(msgspec.Struct, frozen=True):
@@ -211,19 +213,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--front-fd", type=int, required=True)
     parser.add_argument("--engine-fd", type=int, required=True)
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure("text", "info", "receiver")  # until it is known how
+    log_uncaught()
     sys.setswitchinterval(GIL_SWITCH_SECONDS)
     keep_freed_buffers()
     front = socket.socket(fileno=given.front_fd)
     frames = Channel(front).frames()
     try:
         config = msgspec.json.decode(next(frames), type=ReceiverConfig)
+        secrets = [] if config.token is None else [config.token]
+        configure(config.log_format, config.log_level, "receiver", secrets=secrets)
         link = EngineLink(Channel(socket.socket(fileno=given.engine_fd)), config.first_call_id)
         server, port = serve(config, link)
     except StopIteration:  # the front went away at once
         return 1
     except (EngineError, RuntimeError) as error:
-        log.error("a receiver cannot serve: %s", error)
+        log.error("receiver_failed", error=str(error))
         return 1
     link.start()
     answer = msgspec.json.encode(ReceiverReady(port))
@@ -236,5 +241,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    logging.shutdown()
+    sys.stderr.flush()
     os._exit(code)  # threads of calls that still wait for the engine would be waited for

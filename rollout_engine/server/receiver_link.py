@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -15,11 +14,12 @@ from concurrent.futures import Future
 from rollout_engine import messages as m
 from rollout_engine.channel import Channel
 from rollout_engine.errors import EngineError, Reason
+from rollout_engine.logs import get_log
 from rollout_engine.server.status import error_from
 from weight_updater.requests import BeginUpdate, FromTensor, ShmSegment
 from weight_updater.shm import SharedSegment
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 ENGINE_GONE = "the engine process closed its connection"
 
@@ -147,7 +147,7 @@ class EngineLink:
         with self._lock:
             future = self._calls.pop(reply.call_id, None)
         if future is None:
-            log.error("the engine answered call %d, which nobody made", reply.call_id)
+            log.error("reply_to_nobody", call_id=reply.call_id)
         elif reply.error is not None:
             future.set_exception(error_from(reply.error))
         else:

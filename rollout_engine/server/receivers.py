@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import sys
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rollout_engine.logs import get_log
 from rollout_engine.server.auth import TlsContents
 from rollout_engine.server.engine_process import FrameProtocol
 from rollout_engine.server.receiver import ReceiverConfig, ReceiverReady
@@ -27,7 +27,7 @@ from rollout_engine.server.receiver import ReceiverConfig, ReceiverReady
 if TYPE_CHECKING:
     from rollout_engine.config import ServeConfig
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 RECEIVER_COMMAND = (sys.executable, "-m", "rollout_engine.server.receiver")
 START_SECONDS = 20.0
@@ -137,6 +137,8 @@ class Receivers:
             first_call_id=0,
             token=None if config.token is None else config.token.get_secret_value(),
             tls=tls,
+            log_format=config.log_format,
+            log_level=config.log_level,
         )
         self._lend_to_engine = lend_to_engine
         self._live: list[Receiver] = []
@@ -183,7 +185,7 @@ class Receivers:
         try:
             await receiver.start(settings, self._lend_to_engine)
         except (OSError, TimeoutError) as error:
-            log.warning("no receiver of chunk streams: %s", error or "it did not serve in time")
+            log.warning("receiver_not_started", error=str(error) or "it did not serve in time")
             self._live.remove(receiver)
             await receiver.stop()
 

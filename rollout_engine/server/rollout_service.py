@@ -15,7 +15,7 @@ from rollout_engine.server import convert_rollout as convert
 from rollout_engine.server.engine_client import EngineClient
 from rollout_engine.server.generation import Generation, complete_params
 from rollout_engine.server.live import Inbox
-from rollout_engine.server.status import error_from, guarded, item_error
+from rollout_engine.server.status import DomainError, error_from, guarded, item_error, kind_of
 from rollout_engine.server.text import TextCodec
 from rollout_engine.v1 import rollout_pb2 as pb
 from rollout_engine.v1 import rollout_pb2_grpc
@@ -36,6 +36,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     def __init__(
         self, engine: EngineClient, codec: TextCodec, max_message_bytes: int, draining: asyncio.Event
     ) -> None:
+        self.tally = engine.tally
         self._engine = engine
         self._codec = codec
         self._max_message_bytes = max_message_bytes
@@ -70,7 +71,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                     generation = Generation(item, ids, self._engine.info, self._codec, whole=True)
                     generation.attach(self._engine.submit(generation.request, inbox))
                 except (EngineError, UpdateError) as error:
-                    await context.write(_refused(index, item_error(error)))
+                    await context.write(self._refused(index, error))
                 else:
                     batch[generation.request.request_id] = index, generation
             left = set(batch)
@@ -79,7 +80,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                     index, generation = batch[arrival.request_id]
                     if isinstance(arrival, m.RequestRefused):
                         left.discard(arrival.request_id)
-                        await context.write(_refused(index, item_error(error_from(arrival.error))))
+                        await context.write(self._refused(index, error_from(arrival.error)))
                         continue
                     for completion in generation.take([arrival]):
                         await context.write(self._completed(index, completion))
@@ -99,7 +100,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             f"completion {completion.index} takes {size} bytes, more than a message of "
             f"{self._max_message_bytes} bytes can carry; use Generate, which sends it in pieces",
         )
-        return _refused(index, item_error(error))
+        return self._refused(index, error)
+
+    def _refused(self, index: int, error: DomainError) -> pb.GenerateBatchResponse:
+        self.tally.errored(kind_of(error), error.reason)
+        return pb.GenerateBatchResponse(request_index=index, error=item_error(error))
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         temperature = request.temperature if request.HasField("temperature") else 1.0
@@ -189,7 +194,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self, request: pb.GetEngineInfoRequest, context: Context
     ) -> pb.GetEngineInfoResponse:
         info = await self._engine.fresh_info()
-        return convert.engine_info(info, self._engine.state)
+        return convert.engine_info(info, self._engine.state, self.tally.recent_updates)
 
     async def WatchEngine(self, request: pb.WatchEngineRequest, context: Context) -> None:
         draining = asyncio.create_task(self._draining.wait())
@@ -208,10 +213,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                     change.cancel()
         finally:
             draining.cancel()
-
-
-def _refused(index: int, error: pb.RequestError) -> pb.GenerateBatchResponse:
-    return pb.GenerateBatchResponse(request_index=index, error=error)
 
 
 def _score(arrival: m.SequenceOutput | m.RequestRefused) -> pb.SequenceScore:

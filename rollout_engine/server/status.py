@@ -7,7 +7,6 @@ Every error that leaves the front carries trailing metadata: `rollsync-reason`, 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -16,13 +15,14 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from rollout_engine.errors import EngineError
 from rollout_engine.errors import Reason as EngineReason
+from rollout_engine.logs import get_log
 from rollout_engine.messages import ErrorInfo
 from rollout_engine.server.unreadable import readable
 from rollout_engine.v1 import rollout_pb2
 from weight_updater.errors import Reason as UpdateReason
 from weight_updater.errors import UpdateError, UpdateRefused, WeightsTorn
 
-log = logging.getLogger(__name__)
+log = get_log(__name__)
 
 Code = grpc.StatusCode
 DomainError = EngineError | UpdateError
@@ -139,6 +139,8 @@ def abort_now(context: grpc.ServicerContext, error: DomainError) -> NoReturn:
 def guarded(service: ServiceDescriptor) -> Callable[[Servicer], Servicer]:
     """Class decorator: every RPC of `service` ends in a status of the tables above.
 
+    The class has a `tally`, which counts the errors.
+
     An exception that is no domain error is a bug of ours: the log gets the traceback, the caller a
     short text without any of it, since an exception's text may carry paths or secrets.
 
@@ -162,18 +164,21 @@ def _guard(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
         try:
             return await handler(self, readable(request), context)
         except (EngineError, UpdateError) as error:
+            self.tally.errored(kind_of(error), error.reason)
             await abort(context, error)
         except grpc.aio.BaseError:  # an abort that the handler made itself
             raise
-        except Exception:  # noqa: BLE001 - a bug of ours; the log has it
-            await abort(context, _internal(handler.__name__))
+        except Exception as bug:  # noqa: BLE001 - a bug of ours; the log has it
+            internal = _internal(handler.__name__, bug)
+            self.tally.errored(kind_of(internal), internal.reason)
+            await abort(context, internal)
 
     return answer
 
 
-def _internal(method: str) -> EngineError:
-    """What the caller is told of the exception that is being handled, which the log gets."""
-    log.exception("%s failed", method)
+def _internal(method: str, bug: Exception) -> EngineError:
+    """What the caller is told of an exception, which the log gets."""
+    log.exception("rpc_failed", bug, rpc=method)
     return EngineError(EngineReason.INTERNAL, f"{method}: internal error; the engine's log has it")
 
 
@@ -185,6 +190,6 @@ def answered(context: grpc.ServicerContext, method: str, handler: Callable[[], A
         known: DomainError = error
     except grpc.RpcError:  # the client is gone, nobody reads a status
         raise
-    except Exception:  # noqa: BLE001 - a bug of ours must not look like the caller's
-        known = _internal(method)
+    except Exception as bug:  # noqa: BLE001 - a bug of ours must not look like the caller's
+        known = _internal(method, bug)
     abort_now(context, known)

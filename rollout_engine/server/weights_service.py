@@ -40,6 +40,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
     """A call whose client goes away is finished by the engine; an update left open ends by its lease."""
 
     def __init__(self, engine: EngineClient, receivers: Receivers, max_message_bytes: int) -> None:
+        self.tally = engine.tally
         self._engine = engine
         self._receivers = receivers
         self._max_message_bytes = max_message_bytes

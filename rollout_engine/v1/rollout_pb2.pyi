@@ -375,8 +375,39 @@ class ForwardCounts(_message.Message):
     idle: int
     def __init__(self, eager: _Optional[int] = ..., decode_graph: _Optional[int] = ..., prefill_graph: _Optional[int] = ..., split_prefill: _Optional[int] = ..., idle: _Optional[int] = ...) -> None: ...
 
+class UpdateSummary(_message.Message):
+    __slots__ = ("update_id", "path", "staging", "end", "reason", "message", "weight_version", "num_bytes", "seconds", "ended_at")
+    class SecondsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    STAGING_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_AT_FIELD_NUMBER: _ClassVar[int]
+    update_id: str
+    path: str
+    staging: str
+    end: str
+    reason: str
+    message: str
+    weight_version: int
+    num_bytes: int
+    seconds: _containers.ScalarMap[str, float]
+    ended_at: float
+    def __init__(self, update_id: _Optional[str] = ..., path: _Optional[str] = ..., staging: _Optional[str] = ..., end: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., weight_version: _Optional[int] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[_Mapping[str, float]] = ..., ended_at: _Optional[float] = ...) -> None: ...
+
 class GetEngineInfoResponse(_message.Message):
-    __slots__ = ("instance_id", "rollsync_version", "architecture", "dtype", "device", "vocab_size", "context_length", "eos_token_ids", "num_weight_tensors", "weight_bytes", "page_size", "attention_backend", "kv_capacity", "forward_counts", "state", "model_path", "weight_version", "weights_path", "max_running_requests", "weights_address")
+    __slots__ = ("instance_id", "rollsync_version", "architecture", "dtype", "device", "vocab_size", "context_length", "eos_token_ids", "num_weight_tensors", "weight_bytes", "page_size", "attention_backend", "kv_capacity", "forward_counts", "state", "model_path", "weight_version", "weights_path", "max_running_requests", "weights_address", "recent_updates")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLLSYNC_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +428,7 @@ class GetEngineInfoResponse(_message.Message):
     WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_UPDATES_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     rollsync_version: str
     architecture: str
@@ -417,14 +449,15 @@ class GetEngineInfoResponse(_message.Message):
     weights_path: str
     max_running_requests: int
     weights_address: int
-    def __init__(self, instance_id: _Optional[str] = ..., rollsync_version: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_weight_tensors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., attention_backend: _Optional[str] = ..., kv_capacity: _Optional[_Union[KvCapacity, _Mapping]] = ..., forward_counts: _Optional[_Union[ForwardCounts, _Mapping]] = ..., state: _Optional[_Union[EngineState, _Mapping]] = ..., model_path: _Optional[str] = ..., weight_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., max_running_requests: _Optional[int] = ..., weights_address: _Optional[int] = ...) -> None: ...
+    recent_updates: _containers.RepeatedCompositeFieldContainer[UpdateSummary]
+    def __init__(self, instance_id: _Optional[str] = ..., rollsync_version: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_weight_tensors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., attention_backend: _Optional[str] = ..., kv_capacity: _Optional[_Union[KvCapacity, _Mapping]] = ..., forward_counts: _Optional[_Union[ForwardCounts, _Mapping]] = ..., state: _Optional[_Union[EngineState, _Mapping]] = ..., model_path: _Optional[str] = ..., weight_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., max_running_requests: _Optional[int] = ..., weights_address: _Optional[int] = ..., recent_updates: _Optional[_Iterable[_Union[UpdateSummary, _Mapping]]] = ...) -> None: ...
 
 class WatchEngineRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class EngineState(_message.Message):
-    __slots__ = ("status", "not_serving_reason", "weight_version", "commit_sequence", "num_running", "num_waiting", "num_free_pages", "num_cached_pages", "num_total_pages", "open_update_id", "open_update_state", "num_steps", "num_generated_tokens", "open_update_received_bytes", "open_update_total_bytes", "paused_by", "released_tags")
+    __slots__ = ("status", "not_serving_reason", "weight_version", "commit_sequence", "num_running", "num_waiting", "num_free_pages", "num_cached_pages", "num_total_pages", "open_update_id", "open_update_state", "num_steps", "num_generated_tokens", "open_update_received_bytes", "open_update_total_bytes", "paused_by", "released_tags", "num_prompt_tokens", "num_cached_tokens")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NOT_SERVING_REASON_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -442,6 +475,8 @@ class EngineState(_message.Message):
     OPEN_UPDATE_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAUSED_BY_FIELD_NUMBER: _ClassVar[int]
     RELEASED_TAGS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     status: ServingStatus
     not_serving_reason: str
     weight_version: int
@@ -459,4 +494,6 @@ class EngineState(_message.Message):
     open_update_total_bytes: int
     paused_by: str
     released_tags: _containers.RepeatedScalarFieldContainer[MemoryTag]
-    def __init__(self, status: _Optional[_Union[ServingStatus, str]] = ..., not_serving_reason: _Optional[str] = ..., weight_version: _Optional[int] = ..., commit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_cached_pages: _Optional[int] = ..., num_total_pages: _Optional[int] = ..., open_update_id: _Optional[str] = ..., open_update_state: _Optional[str] = ..., num_steps: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., open_update_received_bytes: _Optional[int] = ..., open_update_total_bytes: _Optional[int] = ..., paused_by: _Optional[str] = ..., released_tags: _Optional[_Iterable[_Union[MemoryTag, str]]] = ...) -> None: ...
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    def __init__(self, status: _Optional[_Union[ServingStatus, str]] = ..., not_serving_reason: _Optional[str] = ..., weight_version: _Optional[int] = ..., commit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_cached_pages: _Optional[int] = ..., num_total_pages: _Optional[int] = ..., open_update_id: _Optional[str] = ..., open_update_state: _Optional[str] = ..., num_steps: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., open_update_received_bytes: _Optional[int] = ..., open_update_total_bytes: _Optional[int] = ..., paused_by: _Optional[str] = ..., released_tags: _Optional[_Iterable[_Union[MemoryTag, str]]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...

@@ -19,29 +19,36 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.faults.nursery import nursery
+from tests.faults.nursery import Nursery, nursery
 from tests.faults.play import Player
 from tests.faults.rounds import Round, endless, parse
 from tests.faults.stand import Stand
 from tests.faults.verdict import Ledger
 from tests.tiny import make_tiny
+from trainers_adapters import RollsyncError
 
 COUNTS = Path(__file__).with_name("counts.json")
 
 
 @contextlib.contextmanager
+def player_on(parent: Nursery, model_dir: Path, work_dir: Path) -> Iterator[Player]:
+    """A player on a stand of its own, warmed up."""
+    stand = Stand(parent, model_dir, work_dir)
+    stand.start()
+    player = Player(stand, Ledger(model_dir))
+    player.warm_up()
+    yield player
+    stand.stop()
+
+
+@contextlib.contextmanager
 def playground() -> Iterator[Player]:
-    """A nursery, a stand that serves, and a player who has warmed it up."""
+    """A nursery, and a player on it."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         work_dir = Path(folder)
         model_dir = make_tiny(work_dir / "model", "llama", tied=True)
-        with nursery(work_dir, model_dir) as parent:
-            stand = Stand(parent, model_dir, work_dir)
-            stand.start()
-            player = Player(stand, Ledger(model_dir))
-            player.warm_up()
+        with nursery(work_dir, model_dir) as parent, player_on(parent, model_dir, work_dir) as player:
             yield player
-            stand.stop()
 
 
 def read_counts() -> Counter[str]:
@@ -71,7 +78,7 @@ def soak(minutes: float, seed: int) -> int:
         try:
             with playground() as player:
                 _soak(player, rounds, deadline, played)
-        except AssertionError:
+        except (AssertionError, RollsyncError):
             traceback.print_exc()
             num_failed += 1
         finally:
@@ -124,7 +131,7 @@ def main() -> int:
         if chosen.command == "soak":
             return soak(chosen.minutes, chosen.seed)
         return repeat(chosen.round, chosen.times)
-    except AssertionError:
+    except (AssertionError, RollsyncError):
         traceback.print_exc()
         return 1
 

@@ -1,4 +1,4 @@
-"""A parent that has imported everything, and forks what tests want to kill: fronts, engines, trainers, clients.
+"""A parent that has imported everything, and forks what tests want to kill.
 
     python -m tests.faults.nursery SOCKET STUB MODEL_DIR
 
@@ -179,9 +179,9 @@ class _Parent:
         link, _ = self._listener.accept()
         data, fds, _, _ = socket.recv_fds(link, 1 << 16, 8)
         if data[:1] != b"{":  # a stub
-            arguments = data.decode().split("\0")[1:]
-            role = "gloo" if "weight_updater.gloo_child" in arguments else "engine"
-            self._fork(link, role, {}, fds)
+            words = data.decode().split("\0")[1:]
+            module = words[words.index("-m") + 1]
+            self._fork(link, module.rpartition(".")[2], {"words": words}, fds)
             return
         request = json.loads(data)
         if "role" in request:
@@ -214,7 +214,7 @@ class _Parent:
             link.sendall(str(pid).encode())
 
     def _reap(self, pid: int) -> None:
-        role, link, pidfd = self._children.pop(pid)
+        _, link, pidfd = self._children.pop(pid)
         _, status = os.waitpid(pid, 0)
         self._selector.unregister(pidfd)
         os.close(pidfd)

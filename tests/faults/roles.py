@@ -16,8 +16,9 @@ import transformers
 
 from rollout_engine import engine_main
 from rollout_engine.config import ServeConfig
-from rollout_engine.server import app
-from tests.faults import client, trainer
+from rollout_engine.server import app, receiver, receivers
+from rollout_engine.server.engine_process import ENGINE_COMMAND
+from tests.faults import client, crowd, trainer
 from tests.faults.weights import load_model
 from weight_updater import gloo_child
 
@@ -31,31 +32,43 @@ def load(model_dir: Path) -> None:
 
 
 def front(fds: list[int], *, control: mmap.mmap, stub: str, config: dict, ready_file: str) -> int:
-    """`rollsync serve`, whose engine comes from the nursery."""
+    """`rollsync serve`, whose engine and receivers come from the nursery."""
     os.close(fds[0])
-    return app.serve(ServeConfig(**config), Path(ready_file), engine_command=(stub,))
+    receivers.RECEIVER_COMMAND = (stub, *receivers.RECEIVER_COMMAND[1:])
+    command = (stub, *ENGINE_COMMAND[1:])
+    return app.serve(ServeConfig(**config), Path(ready_file), engine_command=command)
 
 
-def engine(fds: list[int], *, control: mmap.mmap, stub: str) -> int:
+def engine(fds: list[int], *, control: mmap.mmap, stub: str, words: list[str]) -> int:
     """The engine process of a front; its group children come from the nursery as well."""
-    _take_standard_streams(fds)
     sys.executable = stub
     os.preadv = _faulty_reads(control, os.preadv)  # type: ignore[assignment]
-    return engine_main.main(["--fd", str(fds[3])])
+    return engine_main.main(_take_over(fds, words))
 
 
-def gloo(fds: list[int], *, control: mmap.mmap, stub: str) -> int:
+def receive(fds: list[int], *, control: mmap.mmap, stub: str, words: list[str]) -> int:
+    """A receiver of chunk streams."""
+    return receiver.main(_take_over(fds, words))
+
+
+def group_child(fds: list[int], *, control: mmap.mmap, stub: str, words: list[str]) -> int:
     """The group child of an engine."""
-    _take_standard_streams(fds)
+    _take_over(fds, words)
     sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
     gloo_child.main()
     return 0
 
 
-def _take_standard_streams(fds: list[int]) -> None:
+def _take_over(fds: list[int], words: list[str]) -> list[str]:
+    """Make the stub's standard streams ours; gives its arguments, with the descriptors' numbers here."""
     for number, fd in enumerate(fds[:3]):
         os.dup2(fd, number)
         os.close(fd)
+    arguments, own = words[words.index("-m") + 2 :], iter(fds[3:])
+    for at, flag in enumerate(arguments):
+        if flag.endswith("fd"):
+            arguments[at + 1] = str(next(own))
+    return arguments
 
 
 def _faulty_reads(control: mmap.mmap, read: Callable[..., int]) -> Callable[..., int]:
@@ -83,8 +96,10 @@ def _talking(play: Callable[..., int]) -> Callable[..., int]:
 
 ROLES: dict[str, Callable[..., int]] = {
     "front": front,
-    "engine": engine,
-    "gloo": gloo,
+    "engine_main": engine,
+    "gloo_child": group_child,
+    "receiver": receive,
     "trainer": _talking(trainer.main),
     "client": _talking(client.main),
+    "crowd": _talking(crowd.main),
 }

@@ -27,6 +27,7 @@ STRIKES = (
     "kill front",
     "kill client",
     "kill group",
+    "kill receivers",
     "slow read",
     "read error",
     "full",
@@ -72,6 +73,8 @@ def can_be(path: str, staging: str, stage: str, strike: str) -> bool:
         return False  # nothing is put anywhere before the update begins
     if strike == "kill group":
         return path == "distributed" and stage in ("begun", "transfer", "sent", "prepared", "commit")
+    if strike == "kill receivers":
+        return path == "tensor" and stage in ("begun", "transfer", "sent", "prepared", "commit")
     if strike in ("slow read", "read error"):
         return path == "disk" and stage == "transfer"
     if strike == "full":

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.nursery import Forked, Nursery
-from trainers_adapters import RolloutClient, WeightsClient
+from tests.faults.weights import PROMPT
+from trainers_adapters import RolloutClient, RollsyncError, WeightsClient
 from weight_updater.shm import sweep
 
 LEASE_S = 0.8
 UPLOAD_LEASE_S = 1.5
 """How long the engine waits for the next chunk of a stream: its own lease, not an update's."""
+WORKERS = 4
+"""Threads of the engine's pool, which start when they are needed and stay."""
 GIVEN_BACK_S = 6.0
 """How long a round's things may take to be given back."""
 
@@ -26,11 +29,12 @@ _SEGMENT = re.compile(r"rollsync-[0-9a-f]{32}")
 class Stand:
     """A front and an engine that serve; `replace` starts others in their place."""
 
-    def __init__(self, nursery: Nursery, model_dir: Path, work_dir: Path) -> None:
+    def __init__(self, nursery: Nursery, model_dir: Path, work_dir: Path, num_pages: int = 96) -> None:
         self.nursery, self.work_dir = nursery, work_dir
+        self._num_pages = num_pages
         self._model_dir = model_dir
         self._num_started = 0
-        self._baseline: dict[str, object] = {}
+        self._baseline: dict[str, int] = {}
         self.front: Forked
         self.address = ""
         self.rollout: RolloutClient
@@ -47,8 +51,9 @@ class Stand:
             "port": 0,
             "dtype": "float32",
             "num_threads": 1,
-            "num_pages": 96,
+            "num_pages": self._num_pages,
             "upload_slots": 4,
+            "stream_receivers": 2,
             "max_message_bytes": 64 << 10,
             "weights_roots": [str(self.work_dir)],
             "reserve_device_staging": True,
@@ -56,6 +61,7 @@ class Stand:
             "initial_version": version,
             "min_version": min_version,
         }
+        others = set(self.nursery.children().get("engine_main", ()))
         self.front = self.nursery.fork("front", config=config, ready_file=str(ready))
         deadline = time.monotonic() + 60
         while not ready.exists():
@@ -64,7 +70,7 @@ class Stand:
         self.address = json.loads(ready.read_text())["address"]
         ready.unlink()
         self.rollout, self.weights = RolloutClient(self.address), WeightsClient(self.address)
-        (self.engine_pid,) = self.nursery.children()["engine"]
+        (self.engine_pid,) = set(self.nursery.children()["engine_main"]) - others
 
     def stop(self) -> None:
         """SIGTERM, as an operator would."""
@@ -73,10 +79,24 @@ class Stand:
         self.front.signal(signal.SIGTERM)
         assert self.front.wait(20) is not None, "the front did not stop on SIGTERM"
         self.front.close()
-        until(lambda: "engine" not in self.nursery.children(), "the engine ends with its front")
+        self.until_engine_ended()
+
+    def until_engine_ended(self) -> None:
+        until(
+            lambda: self.engine_pid not in self.nursery.children().get("engine_main", ()),
+            "the engine ends with its front",
+        )
 
     def state(self):
         return self.rollout.info(timeout_s=10.0).state
+
+    def refusal(self) -> str:
+        """Why generation is refused; empty if it is not."""
+        try:
+            self.rollout.generate(PROMPT, max_tokens=1, timeout_s=20.0)
+        except RollsyncError as error:
+            return error.reason
+        return ""
 
     def until_quiet(self, seconds: float) -> None:
         """Wait until no update is open and no sequence lives."""
@@ -88,7 +108,7 @@ class Stand:
 
     # ------------------------------------------------------------ what must be given back
 
-    def holdings(self) -> dict[str, object]:
+    def holdings(self) -> dict[str, int]:
         """What engine and front hold now."""
         state = self.state()
         return {
@@ -99,14 +119,14 @@ class Stand:
             "front descriptors": len(_descriptors(self.front.pid)),
             "front mappings": _segments_of(self.front.pid),
             "ports": _listening(self.engine_pid) + _listening(self.front.pid),
-            "children": {role: len(pids) for role, pids in self.nursery.children().items()},
-        }
+        } | {f"{role} processes": len(pids) for role, pids in self.nursery.children().items()}
 
     def take_baseline(self) -> None:
         """After a warm-up: later rounds must come back to this."""
         until(lambda: self.holdings() == self.holdings(), "the warm-up has settled")
         time.sleep(0.3)
         self._baseline = self.holdings()
+        self._baseline["engine threads"] += WORKERS  # of its pool, some have not been needed yet
 
     def check_given_back(self) -> None:
         """Everything that the round took is there again, and shared memory is as it was."""
@@ -117,14 +137,18 @@ class Stand:
                 raise AssertionError(f"not given back: {excess}\n{_open_files(self.engine_pid)}")
             time.sleep(0.05)
         # Others on this machine may have lost a segment this very moment; what stays was lost by us.
-        until(lambda: not (_ownerless() - self.shm_before) or sweep() < 0, "/dev/shm is as it was", 3.0)
+        until(self._nothing_left, "/dev/shm is as it was", 3.0)
 
-    def _excess(self) -> dict[str, tuple[object, object]]:
-        now = self.holdings()
+    def _nothing_left(self) -> bool:
+        sweep()
+        return _ownerless() <= self.shm_before
+
+    def _excess(self) -> dict[str, tuple[int, int]]:
+        """What is held beyond the baseline. Less is no fault: a killed receiver is replaced when missed."""
         return {
-            key: (before, now[key])
-            for key, before in self._baseline.items()
-            if (now[key] > before if isinstance(before, int) else now[key] != before)  # type: ignore[operator]
+            what: (self._baseline.get(what, 0), now)
+            for what, now in self.holdings().items()
+            if self._baseline and now > self._baseline.get(what, 0)
         }
 
 

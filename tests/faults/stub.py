@@ -6,9 +6,8 @@ import signal
 import socket
 import sys
 
-fds = [0, 1, 2]
-if "--fd" in sys.argv:
-    fds.append(int(sys.argv[sys.argv.index("--fd") + 1]))
+fds = [0, 1, 2]  # and what stands behind --fd, --front-fd and so on
+fds += [int(number) for flag, number in zip(sys.argv, sys.argv[1:], strict=False) if flag.endswith("fd")]
 link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 link.connect("@SOCKET@")
 socket.send_fds(link, ["\0".join(["stub", *sys.argv[1:]]).encode()], fds)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.__main__ import playground
+from tests.faults.__main__ import player_on
 from tests.faults.play import Player
 from tests.faults.rounds import PATHS, STAGES, STAGINGS, all_kinds, pairwise, parse
 
@@ -18,13 +18,15 @@ SEED = int(os.environ.get("FAULTS_SEED") or random.SystemRandom().randrange(1_00
 FOUND = [
     "segment / device / prepared / kill front / 484875",  # the engine lived on without its front
     "ipc / host / prepared / kill trainer / 95460",  # the dead trainer's memory stayed mapped
+    "distributed / host / begun / kill trainer / 640349",  # its group's child lived on
+    "tensor / none / transfer / kill receivers / 750237",  # the engine kept their sockets
 ]
 """Rounds that once showed a fault of the product."""
 
 
 @pytest.fixture(scope="module")
-def player() -> Iterator[Player]:
-    with playground() as made:
+def player(parent, faults_model, faults_dir) -> Iterator[Player]:
+    with player_on(parent, faults_model, faults_dir) as made:
         yield made
 
 

@@ -40,7 +40,7 @@ from trainers_adapters.sending import Outgoing, Sender
 from weight_updater.errors import UpdateError
 from weight_updater.requests import BeginUpdate, Inflight, Manifest, Staging
 
-MODEL: torch.nn.Module
+MODEL = torch.nn.Module()
 """Set by the nursery before it forks."""
 
 RECEIVE_TIMEOUT_S = 1.5
@@ -75,6 +75,7 @@ class Script:
         self._words: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.close: Callable[[], None] = lambda: None
         self.live = True  # the plan's stage may be reached
+        self.finished = False
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -103,6 +104,7 @@ class Script:
 
     def finish(self, ended: str, reason: str = "", version: int = 0) -> None:
         """Report, and hold what the engine may live on until told to leave."""
+        self.finished = True
         self.say(ended=ended, reason=reason, version=version)
         while self._words.get() != "leave":
             pass
@@ -198,6 +200,8 @@ def main(talk: socket.socket, **fields: Any) -> int:
             act = _adopt if script.plan.path == "adopt" else _send
             act(script, client)
         except (RollsyncError, UpdateError) as error:
+            if script.finished:  # leaving: what it lent cannot be released over a channel that is closed
+                return 0 if error.reason == "CLOSED" else 1
             script.finish("refused", str(error.reason))
         except OSError as error:
             script.finish("refused", errno.errorcode.get(error.errno or 0, str(error)))
@@ -232,6 +236,8 @@ def _send(script: Script, client: Reporting) -> None:
     plan = script.plan
     source = client.source = Source(script, weights_of(base_of(MODEL), plan.seed))
     with _sender(plan) as sender:
+        if plan.path == "tensor":
+            _stop_after_sending(sender, client)
         try:
             if plan.form == "push":
                 report = push_weights(
@@ -252,6 +258,23 @@ def _send(script: Script, client: Reporting) -> None:
             script.finish("refused", error.reason)
         else:
             script.finish("committed", version=version)
+
+
+def _stop_after_sending(sender: Sender, client: Reporting) -> None:
+    """Chunks go to receivers, past the client that the other stages are calls of."""
+    send, script = sender.send, client.script
+
+    def stop_after(*arguments: Any) -> Any:
+        reply = send(*arguments)
+        script.reach("sent")
+        return reply
+
+    def close() -> None:
+        client.close()
+        sender.close()
+
+    sender.send = stop_after  # type: ignore[method-assign]
+    script.close = close
 
 
 def _in_steps(script: Script, client: Reporting, source: Source, sender: Sender) -> int:

@@ -5,6 +5,7 @@ On a machine with one nothing may be skipped, but for tests of two GPUs where th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,7 +22,7 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 NEEDS_TWO = "needs two GPUs"
 START_SECONDS = 280.0
 """Of an engine, whose kernels may have to be compiled first."""
-FLAGS = ("--device", "cuda:0", "--num-pages", "256")
+FLAGS = ("--device", "cuda:0", "--num-pages", "1024")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -48,35 +49,62 @@ def tiny_bf16_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_bf16_64_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny tied Llama in bfloat16 with heads of 64. Read only."""
-    directory = tmp_path_factory.mktemp("tiny-bf16-64")
-    return make_tiny(directory, "llama", tied=True, head_dim=64, dtype=torch.bfloat16)
+def other_bf16_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights. Read only."""
+    directory = tmp_path_factory.mktemp("other-bf16")
+    return make_tiny(directory, "qwen3", head_dim=128, seed=1, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def tied_bf16_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny tied Llama in bfloat16, its heads of 128 too: FlashInfer compiles for each size. Read only."""
+    directory = tmp_path_factory.mktemp("tied-bf16")
+    return make_tiny(directory, "llama", tied=True, head_dim=128, dtype=torch.bfloat16)
 
 
 ServeOnGpu = Callable[..., AbstractContextManager[RunningEngine]]
 
 
 @pytest.fixture(scope="session")
-def serve_on_gpu() -> ServeOnGpu:
-    """`with serve_on_gpu(model_dir, *flags) as engine`: an engine on the first GPU, bfloat16, over gRPC."""
+def serve_on_gpu(tmp_path_factory: pytest.TempPathFactory) -> ServeOnGpu:
+    """`with serve_on_gpu(model_dir, *flags) as engine`: an engine on the first GPU, bfloat16, over gRPC. It
+    may read weights from any test's directory.
+    """
+    root = str(tmp_path_factory.getbasetemp())
 
     def start(model: Path, *flags: str) -> AbstractContextManager[RunningEngine]:
-        return serve(model, *FLAGS, *flags, dtype="bfloat16", start_seconds=START_SECONDS)
+        everywhere = (*FLAGS, "--weights-root", root)
+        return serve(model, *everywhere, *flags, dtype="bfloat16", start_seconds=START_SECONDS)
 
     return start
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gpu_engine(tiny_bf16_dir: Path, serve_on_gpu: ServeOnGpu) -> Iterator[RunningEngine]:
-    """One engine for a module's tests, over tiny_bf16_dir, with a second arena for staging."""
+    """One engine for all tests that can share it (a start takes seconds), over tiny_bf16_dir, with a second
+    arena for staging. Which weights it serves depends on the tests before.
+    """
     with serve_on_gpu(tiny_bf16_dir, "--reserve-device-staging") as engine:
         yield engine
 
 
 @pytest.fixture(scope="session")
+def until_not_serving() -> Callable[[RunningEngine], None]:
+    """Waits until an engine says that the trainer whose arena it lives on is gone; it has two seconds."""
+
+    def wait(engine: RunningEngine) -> None:
+        deadline = time.monotonic() + 2.0
+        while (state := engine.rollout.info().state).status != "not_serving":
+            assert time.monotonic() < deadline, "the engine has not noticed its trainer's death"
+            time.sleep(0.02)
+        assert "gone" in state.not_serving_reason
+
+    return wait
+
+
+@pytest.fixture(scope="session")
 def start_trainer() -> Callable[..., AbstractContextManager[children.Child]]:
-    """`with start_trainer("tests.gpu.some_trainer", address) as trainer`: a process with CUDA of its own.
+    """`with start_trainer("tests.gpu.trainer", model_dir) as trainer`: a process with CUDA of its own.
 
     The module calls children.obey with its commands; `trainer.ask("name", key=value)` runs one.
     """

@@ -200,7 +200,7 @@ def test_a_replay_follows_page_tables_that_grow_and_batches_that_shrink(twins: T
 
 
 def start_connected(start_trainer, directory: Path, engine: RunningEngine, **env: str):
-    return start_trainer("tests.gpu.ipc_trainer", str(directory), env=env)
+    return start_trainer("tests.gpu.trainer", str(directory), env=env)
 
 
 @pytest.mark.case("B098")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +17,7 @@ PROMPT = [5, 9, 77, 31, 8, 120, 64, 3] * 5
 
 @pytest.fixture(scope="module")
 def trainer(gpu_engine: RunningEngine, tiny_bf16_dir: Path, start_trainer) -> Iterator[Child]:
-    with start_trainer("tests.gpu.ipc_trainer", str(tiny_bf16_dir)) as child:
+    with start_trainer("tests.gpu.trainer", str(tiny_bf16_dir)) as child:
         child.ask("connect", address=gpu_engine.address)
         yield child
         child.ask("close")
@@ -104,7 +102,7 @@ def test_release_unmaps(gpu_engine, trainer):
 @pytest.mark.parametrize("kind", ["expandable", "strided", "float32"])
 def test_what_cannot_be_lent_as_it_is(kind, gpu_engine, tiny_bf16_dir, start_trainer):
     env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if kind == "expandable" else {}
-    with start_trainer("tests.gpu.ipc_trainer", str(tiny_bf16_dir), env=env) as child:
+    with start_trainer("tests.gpu.trainer", str(tiny_bf16_dir), env=env) as child:
         child.ask("connect", address=gpu_engine.address)
         if kind == "strided":
             child.ask("stride")
@@ -131,51 +129,9 @@ def test_generation_goes_on_while_an_update_is_staged(gpu_engine, trainer):
     assert_live(gpu_engine, trainer, pushed)
 
 
-@pytest.mark.case("B097")
-def test_fifty_updates_leave_nothing_behind(gpu_engine, trainer):
-    def update(seed: int) -> None:
-        trainer.ask("train", seed=seed)
-        pushed = trainer.ask("push", staging="device" if seed % 2 else "none", verify=seed % 3 != 0)
-        assert "reason" not in pushed, pushed
-
-    for seed in range(40, 46):
-        update(seed)
-    free, handles = trainer.ask("free_bytes"), _num_handles(gpu_engine.pid)
-    for seed in range(50, 100):
-        update(seed)
-    assert abs(trainer.ask("free_bytes") - free) < 32 << 20
-    assert _num_handles(gpu_engine.pid) <= handles + 2
-    assert gpu_engine.weights.checksums().by_name == trainer.ask("checksums")
-
-
-def test_adoption_of_an_arena_on_the_gpu(tiny_bf16_dir, serve_on_gpu, start_trainer):
-    with (
-        serve_on_gpu(tiny_bf16_dir) as engine,
-        start_trainer("tests.gpu.ipc_trainer", str(tiny_bf16_dir)) as child,
-    ):
-        child.ask("connect", address=engine.address)
-        home = engine.rollout.info().weights_address
-        child.ask("adopt")
-        first = child.ask("update", seed=1)
-        assert first["extra_bytes"] == 0
-        assert_live(engine, child, first)
-        inside = engine.rollout.info().weights_address
-        assert inside != home
-        for seed in (2, 3):
-            assert_live(engine, child, child.ask("update", seed=seed))
-            assert engine.rollout.info().weights_address == inside, "it moves once"
-        assert_live(engine, child, child.ask("leave"))
-        assert engine.rollout.info().weights_address != inside
-        child.ask("adopt")
-        child.ask("update", seed=4)
-        child.process.kill()
-        child.process.wait()
-        _until_not_serving(engine)
-
-
 def test_an_engine_starts_on_an_arena_on_the_gpu(tiny_bf16_dir, serve_on_gpu, start_trainer, tmp_path):
     descriptor = tmp_path / "arena.json"
-    with start_trainer("tests.gpu.ipc_trainer", str(tiny_bf16_dir)) as child:
+    with start_trainer("tests.gpu.trainer", str(tiny_bf16_dir)) as child:
         child.ask("train", seed=1)
         child.ask("adopt", descriptor=str(descriptor))
         with serve_on_gpu(tiny_bf16_dir, "--weights", f"ipc:{descriptor}") as engine:
@@ -186,17 +142,3 @@ def test_an_engine_starts_on_an_arena_on_the_gpu(tiny_bf16_dir, serve_on_gpu, st
             assert_live(engine, child, child.ask("update", seed=2))
             assert engine.rollout.info().weights_address == info.weights_address
             assert_live(engine, child, child.ask("leave"))
-
-
-def _until_not_serving(engine: RunningEngine) -> None:
-    deadline = time.monotonic() + 2.0
-    while engine.rollout.info().state.status != "not_serving":
-        assert time.monotonic() < deadline, "the engine has not noticed its trainer's death"
-        time.sleep(0.02)
-    assert "gone" in engine.rollout.info().state.not_serving_reason
-
-
-def _num_handles(pid: int) -> int:
-    """Open files of a process and of all below it."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return len(os.listdir(f"/proc/{pid}/fd")) + sum(_num_handles(int(child)) for child in children)

@@ -100,7 +100,7 @@ def draw_both(logits: torch.Tensor, params: list[SamplingParams]):
     return sample(logits, info, pools, last), sample(logits, info), last.flip(0)
 
 
-@pytest.mark.parametrize("vocab", [151936, 1024, 777])
+@pytest.mark.parametrize("vocab", [151936, 49152, 32768, 32000, 5000, 1024, 777])
 def test_drawing_equals_the_general_sampler(vocab):
     params = [
         SamplingParams(temperature=t, logprobs=m) for t in (1.0, 0.0, 0.7, 1.6) for m in ("processed", "raw")

@@ -30,7 +30,7 @@ DECODE_SIZES = (1, 2, 4)
 DRAWN = SamplingParams(temperature=0.8, seed=5, logprobs="raw")
 
 
-@pytest.fixture(scope="module", params=["tiny_bf16_dir", "tiny_bf16_64_dir"])
+@pytest.fixture(scope="module", params=["tiny_bf16_dir", "tied_bf16_dir"])
 def model_dir(request):
     return request.getfixturevalue(request.param)
 

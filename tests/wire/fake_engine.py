@@ -16,33 +16,32 @@ import socket
 import sys
 import time
 import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from rollout_engine import messages as m
-from tests.wire.fake_replies import FIRST_VERSION, LAYOUT, Script, begin_reply, update_reply, weight_bytes
-from weight_updater.requests import Manifest, UpdateReply, UpdateState
+from rollout_engine.records import WorkCounts
+from tests.wire.fake_replies import (
+    CONTEXT_LENGTH,
+    EOS,
+    FIRST_VERSION,
+    LAYOUT,
+    Running,
+    Script,
+    begin_reply,
+    engine_info,
+    listed,
+    sequence_record,
+    update_record,
+    update_reply,
+    weight_bytes,
+)
+from weight_updater.requests import UpdateReply, UpdateState
 from weight_updater.shm import SharedSegment
 
-VOCAB_SIZE, CONTEXT_LENGTH, EOS = 512, 1024, 3
 REFUSED_TOKEN, FAILING_TOKEN = 99, 98  # as the first token of a prompt
-
-
-@dataclass
-class Running:
-    """One completion."""
-
-    request: m.SubmitRequest
-    index: int
-    sent: int = 0
-    kept: list[tuple[int, float]] = field(default_factory=list)
-
-
-def listed(manifest: Manifest) -> dict[str, Any]:
-    """A manifest for the log."""
-    return {"tensors": [asdict(tensor) for tensor in manifest.tensors]}
 
 
 class FakeEngine:
@@ -52,6 +51,7 @@ class FakeEngine:
         self.received = bytearray()
         self.running: list[Running] = []
         self.version, self.commits, self.steps, self.generated = FIRST_VERSION, 0, 0, 0
+        self.work = WorkCounts()
         self.silent = False
         self.status, self.reason, self.paused_by = script.status, script.reason, ""
         self.released: list[str] = []
@@ -116,7 +116,10 @@ class FakeEngine:
             self.leave(1)
         self.send(
             m.Ready(
-                self.info(), self.ring.descriptor.name, self.script.ring_slots, self.script.ring_slot_bytes
+                engine_info(self.steps),
+                self.ring.descriptor.name,
+                self.script.ring_slots,
+                self.script.ring_slot_bytes,
             )
         )
         while True:
@@ -131,27 +134,6 @@ class FakeEngine:
             if self.stop_at is not None and (not self.running or now >= self.stop_at):
                 self.leave(0)
             commands = self.frames(self.script.step_s if self.running else 0.02)
-
-    def info(self) -> m.EngineInfo:
-        return m.EngineInfo(
-            instance_id=f"fake-{os.getpid()}",
-            architecture="FakeForCausalLM",
-            dtype="bfloat16",
-            device="cpu",
-            vocab_size=VOCAB_SIZE,
-            context_length=CONTEXT_LENGTH,
-            eos_token_ids=[EOS],
-            num_weight_tensors=3,
-            weight_bytes=LAYOUT.arena_bytes,
-            page_size=16,
-            attention_backend="torch",
-            kv=m.KvArithmetic(1000, 900, 10, 0, 800, 8),
-            forward_counts={"eager": self.steps},
-            model_path="/models/fake",
-            weights_path="/models/fake",
-            max_running_requests=64,
-            weights_address=4096,
-        )
 
     def snapshot(self) -> None:
         snapshot = m.Snapshot(
@@ -170,6 +152,7 @@ class FakeEngine:
             num_generated_tokens=self.generated,
             paused_by=self.paused_by,
             released_tags=self.released,
+            work=replace(self.work, passes={"eager": self.steps}),
         )
         at, last = self.last_snapshot
         age = time.monotonic() - at
@@ -233,6 +216,7 @@ class FakeEngine:
             num_prompt_tokens=len(prompt),
             hidden_states=[bytes(16) for _ in one_new] if one.request.return_hidden_states else [],
             weight_version=self.version,
+            record=sequence_record([self.version_at(i) for i in range(len(one.kept))]) if reason else None,
         )
 
     def version_at(self, position: int) -> int:
@@ -287,6 +271,8 @@ class FakeEngine:
             error = m.ErrorInfo("engine", "EXCEEDS_KV_POOL", "needs 20 pages of 16")
         else:
             self.running += [Running(request, index) for index in range(request.params.n)]
+            for _ in range(request.params.n):
+                self.work.admit(len(request.token_ids), 16 * (len(request.token_ids) // 16))
             return
         self.send(m.RequestRefused(request.request_id, error))
 
@@ -299,6 +285,7 @@ class FakeEngine:
 
     def reply(self, call_id: int, name: str, result: Any, error: m.ErrorInfo | None = None) -> None:
         reply = m.Reply(call_id, msgspec.to_builtins(result), error, self.version, self.commits)
+        self.last_snapshot = (0.0, None)  # the state goes first, as a real engine's does
         self.later.append((time.monotonic() + self.script.delay_on.get(name, 0.0), reply))
 
     def result(self, command: Any) -> Any:
@@ -317,7 +304,7 @@ class FakeEngine:
                 self.released = [tag for tag in self.released if tag not in command.tags]
                 return {"bytes": 100 * len(command.tags), "needs_update": "weights" in command.tags}
             case m.GetInfo():
-                return self.info()
+                return engine_info(self.steps)
             case m.Begin():
                 return begin_reply(command.request, self.version, self.commits)
             case m.Update() | m.Prepare() | m.Commit() | m.Rollback():
@@ -353,7 +340,11 @@ class FakeEngine:
         elif isinstance(command, m.Commit) or command.begin is not None:
             state = UpdateState.COMMITTED
             self.version, self.commits = self.version + 1, self.commits + 1
-        return update_reply(getattr(command, "update_id", ""), state, self.version, previous, self.commits)
+        update_id = getattr(command, "update_id", "")
+        reply = update_reply(update_id, state, self.version, previous, self.commits)
+        if state in (UpdateState.COMMITTED, UpdateState.ROLLED_BACK):
+            self.send(m.UpdateEnded(update_record(reply)))
+        return reply
 
     # ---------------------------------------------------------------- uploads
 

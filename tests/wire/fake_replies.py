@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from rollout_engine import messages as m
+from rollout_engine.records import SequenceRecord, UpdateRecord
 from weight_updater.requests import (
     BeginReply,
     BeginUpdate,
     Layout,
+    Manifest,
     Path,
     Placement,
     StageSeconds,
@@ -17,6 +23,7 @@ from weight_updater.requests import (
 )
 
 FIRST_VERSION = 5
+VOCAB_SIZE, CONTEXT_LENGTH, EOS = 512, 1024, 3
 LAYOUT = Layout(
     (
         Placement("embed.weight", "bfloat16", (1024, 1280), 0),
@@ -49,6 +56,21 @@ class Script:
     reason: str = ""
     ring_slots: int = 4
     ring_slot_bytes: int = 1 << 20
+
+
+@dataclass
+class Running:
+    """One completion."""
+
+    request: m.SubmitRequest
+    index: int
+    sent: int = 0
+    kept: list[tuple[int, float]] = field(default_factory=list)
+
+
+def listed(manifest: Manifest) -> dict[str, Any]:
+    """A manifest for the log."""
+    return {"tensors": [asdict(tensor) for tensor in manifest.tensors]}
 
 
 def weight_bytes(name: str, offset: int, nbytes: int) -> bytes:
@@ -105,4 +127,51 @@ def update_reply(
         graphs_reason="moved",
         warnings=("slow",),
         extra_bytes=15,
+    )
+
+
+def engine_info(num_steps: int) -> m.EngineInfo:
+    return m.EngineInfo(
+        instance_id=f"fake-{os.getpid()}",
+        architecture="FakeForCausalLM",
+        dtype="bfloat16",
+        device="cpu",
+        vocab_size=VOCAB_SIZE,
+        context_length=CONTEXT_LENGTH,
+        eos_token_ids=[EOS],
+        num_weight_tensors=3,
+        weight_bytes=LAYOUT.arena_bytes,
+        page_size=16,
+        attention_backend="torch",
+        kv=m.KvArithmetic(1000, 900, 10, 0, 800, 8),
+        forward_counts={"eager": num_steps},
+        model_path="/models/fake",
+        weights_path="/models/fake",
+        max_running_requests=64,
+        weights_address=4096,
+    )
+
+
+def sequence_record(versions: list[int]) -> SequenceRecord:
+    """Of a sequence whose tokens were sampled by `versions`, the first one just now."""
+    counts = {version: versions.count(version) for version in versions}
+    return SequenceRecord(time.monotonic() if versions else 0.0, list(counts.items()))
+
+
+def update_record(reply: UpdateReply) -> UpdateRecord:
+    """Of an update that ended as `reply` says."""
+    return UpdateRecord(
+        update_id=reply.update_id,
+        path=str(reply.path),
+        staging=str(reply.staging),
+        end=str(reply.state),
+        version=reply.version,
+        previous_version=reply.previous_version,
+        commit_sequence=reply.commit_sequence,
+        ended_at=1000.5,
+        seconds=asdict(reply.seconds) | {"whole": 8.0},
+        next_version=reply.version,
+        num_tensors=reply.num_tensors,
+        num_bytes=reply.num_bytes,
+        num_aborted=reply.num_aborted,
     )

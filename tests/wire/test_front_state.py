@@ -32,13 +32,22 @@ def info(front, timeout: float = 1.0) -> pb.GetEngineInfoResponse:
 def test_info_describes_the_engine(tmp_path):
     with serving(tmp_path) as front:
         list(front.rollout.Generate(prompt(1, max_tokens=3), timeout=10))
+        front.weights.CommitUpdate(weights_pb2.CommitUpdateRequest(update_id="u"), timeout=5)
         answer = info(front)
         assert answer.instance_id.startswith("fake-")
         assert (answer.vocab_size, answer.context_length, list(answer.eos_token_ids)) == (512, 1024, [3])
         assert answer.kv_capacity.kv_bytes == 800
         assert answer.forward_counts.eager == 3
-        assert (answer.weight_version, answer.state.weight_version) == (5, 5)
+        assert (answer.weight_version, answer.state.weight_version) == (6, 6)
         assert answer.state.status == pb.SERVING_STATUS_SERVING
+        (update,) = answer.recent_updates
+        assert (update.update_id, update.end, update.path, update.weight_version) == (
+            "u",
+            "committed",
+            "tensor",
+            6,
+        )
+        assert (update.seconds["pause"], update.seconds["whole"], update.ended_at) == (3.0, 8.0, 1000.5)
         unset = {f.name for f in answer.DESCRIPTOR.fields} - {f.name for f, _ in answer.ListFields()}
         assert unset == set()
 

@@ -2,7 +2,8 @@
 
 ROWS are names with commas or spaces between them; none means all, `list` prints them. Lines are merged into
 tests/benchmarks/results/h200.json (h200x2.json: lines that need two GPUs), by what they measure. Exits
-with 1 if a row failed, with 2 if a row is not known; a goal that is not met is a NO in the table.
+with 1 if a row failed, with 2 if a row is not known; a goal that is not met is a NO in the table. A row that
+takes too long is stopped and counts as failed; what does not fit in 450 s is left to another call.
 
 `--tiny --device cpu` runs what a CPU can over a tiny model, to test the benchmark itself; nothing is kept
 then unless --out names a file.
@@ -19,10 +20,11 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.gpu.bench import Bench, NotHereError, bench
+from tests.benchmarks.gpu.bench import Bench, NotHereError, bench, roomy
 from tests.benchmarks.gpu.goals import BY_NAME, GOALS
 from tests.benchmarks.gpu.results import RESULTS, Line, merge, show
-from tests.benchmarks.gpu.rows import ROWS, STOP_THE_ENGINE, chosen
+from tests.benchmarks.gpu.rows import ROWS, SECONDS, STOP_THE_ENGINE, chosen
+from tests.benchmarks.gpu.supervise import Report, supervise
 
 TWO_GPUS = ("distributed",)
 
@@ -33,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, and smaller batches")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, help="merge all lines into this file instead")
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # a worker's; see supervise.py
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     names = [name for part in options.rows for name in part.split(",") if name]
     if names == ["list"]:
@@ -49,51 +53,86 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines, segments, files go with us
     try:
-        return run(names, device, tiny=options.tiny, out=options.out)
+        if options.report is None:
+            return _supervised(names, options)
+        report = Report(options.report)
+        return run(names, device, tiny=options.tiny, out=options.out, report=report, folder=options.folder)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def run(names: list[str], device: torch.device, *, tiny: bool, out: Path | None) -> int:
-    """Run rows, keep each line as soon as it is there, print the table."""
-    lines: dict[str, Line] = {}
-    others: dict[str, str] = {}
-    failures = 0
+def _supervised(names: list[str], options: argparse.Namespace) -> int:
+    """Measure in other processes; print the table."""
     started = time.monotonic()
-    with bench(device, tiny=tiny) as made:
+    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--device", options.device]
+    command += ["--tiny"] if options.tiny else []
+    command += ["--out", str(options.out)] if options.out is not None else []
+    outcome = supervise(names, command, lambda row: SECONDS.get(row, 120.0), directory=roomy(options.tiny))
+    ordered = [outcome.lines[goal.name] for goal in GOALS if goal.name in outcome.lines]
+    others = {BY_NAME[name].what: why for name, why in outcome.others.items()}
+    show(f"{outcome.title}, {time.monotonic() - started:.0f} s", ordered, others)
+    return 1 if outcome.num_failures else 0
+
+
+def run(
+    names: list[str],
+    device: torch.device,
+    *,
+    tiny: bool,
+    out: Path | None,
+    report: Report | None = None,
+    folder: Path | None = None,
+) -> int:
+    """Run rows, keep and tell each line as soon as it is there; 1 if one failed."""
+    report = report or Report(None)
+    report.about(f"{_device_name(device)}, torch {torch.__version__}")
+    num_failures = 0
+    started = time.monotonic()
+    with bench(device, tiny=tiny, directory=folder) as made:
         for name in names:
             print(f"measuring {name} ({time.monotonic() - started:.0f} s since the start)", flush=True)
-            before = failures
+            report.began(name)
+            failed = True
             try:
-                lines[name] = _measure(made, name, compare="start" in names)
-                _keep(name, lines[name], device, tiny, out)
+                measured = _measure(made, name, compare="start" in names)
+                _keep(name, measured, device, tiny, out)
+                report.measured(name, measured)
+                failed = False
             except NotHereError as error:
-                others[BY_NAME[name].what] = str(error)
+                print(f"  {error}", flush=True)
+                report.not_here(name, str(error))
+                failed = False
             except Exception as error:  # noqa: BLE001 - the other rows still run
-                failures += 1
                 traceback.print_exc()
-                others[BY_NAME[name].what] = f"FAILED: {type(error).__name__}: {str(error)[:200]}"
-            failures += _ended(made, name, failed=failures > before, last=name == names[-1])
-    ordered = [lines[goal.name] for goal in GOALS if goal.name in lines]
-    seconds = time.monotonic() - started
-    show(f"{_device_name(device)}, torch {torch.__version__}, {seconds:.0f} s", ordered, others)
-    return 1 if failures else 0
+                report.failed(name, f"{type(error).__name__}: {str(error)[:200]}")
+            except SystemExit:  # it took too long
+                _show_log(made)
+                raise
+            if failed:
+                _show_log(made)
+            num_failures += failed
+            if why := _tidied(made, failed=failed, last=name == names[-1]):
+                num_failures += 1
+                report.failed(name, f"what came after it: {why}")
+    return 1 if num_failures else 0
 
 
-def _ended(made: Bench, name: str, *, failed: bool, last: bool) -> int:
-    """Tidy up after a row, after the last one also the engine; gives the number of failures."""
+def _show_log(made: Bench) -> None:
+    if made.engines.running is not None:
+        log = made.engines.running.log.read_text().splitlines()
+        print("\n".join(["the engine's log ends with:", *log[-30:]]), file=sys.stderr, flush=True)
+
+
+def _tidied(made: Bench, *, failed: bool, last: bool) -> str:
+    """Tidy up after a row, after the last one also the engine; says what went wrong."""
     try:
-        if failed and made.engines.running is not None:
-            log = made.engine.log.read_text().splitlines()
-            print("\n".join(["the engine's log ends with:", *log[-30:]]), file=sys.stderr, flush=True)
         made.tidy(failed=failed)
         if last:
             made.engines.stop()
-    except Exception:  # noqa: BLE001 - what was measured is still shown
-        print(f"after {name}:", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001 - what was measured is still kept
         traceback.print_exc()
-        return 1
-    return 0
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
 
 
 def _measure(made: Bench, name: str, *, compare: bool) -> Line:

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests.engines import RunningEngine
 from trainers_adapters import push_weights
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.sending import Sender
-from weight_updater.requests import BeginUpdate, Inflight, UpdateReply
+from weight_updater.requests import BeginUpdate, Inflight, Manifest, UpdateReply
 from weight_updater.requests import Path as Way
 from weight_updater.safetensors_io import save_weights
 
@@ -186,7 +186,7 @@ class Bench:
         other = torch.full(spec.shape, random.uniform(1.5, 2.5)).to(self.weights.dtype)
         begin = BeginUpdate(
             path=Way.TENSOR,
-            manifest=replace(manifest, tensors=(spec,)),
+            manifest=Manifest((spec,)),
             partial=True,
             skip_checksums=True,
             inflight=Inflight.KEEP,
@@ -200,9 +200,10 @@ class Bench:
         report = push_weights(source or self.weights, self.engine.weights, via=sender, **options)
         return report.replies[self.engine.address]
 
-    def check_live(self, names: Sequence[str] = ()) -> None:
+    def check_live(self, names: Sequence[str] = (), *, source: Weights | None = None) -> None:
         """Compare what lies in the engine's slots with the trainer's own checksums of its weights."""
-        expected = dict(zip(self.weights.named, self.weights.checksums(), strict=True))
+        weights = source or self.weights
+        expected = dict(zip(weights.named, weights.checksums(), strict=True))
         if names:
             expected = {name: expected[name] for name in names}
         live = self.engine.weights.checksums(names).by_name
@@ -278,16 +279,17 @@ def stages(reply: UpdateReply) -> str:
 
 
 @contextlib.contextmanager
-def bench(device: torch.device, *, tiny: bool) -> Iterator[Bench]:
-    """A run in a folder of its own; engines, segments and files are gone at its end."""
+def bench(device: torch.device, *, tiny: bool, directory: Path | None = None) -> Iterator[Bench]:
+    """A run in a folder of its own (in `directory`); engines, segments and files are gone at its end."""
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=_roomy(tiny))))
+        where = directory or roomy(tiny)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=where)))
         engines = Engines(device, tiny, folder)
         stack.callback(engines.stop)
         yield Bench(device, tiny, folder, stack, engines)
 
 
-def _roomy(tiny: bool) -> str:
+def roomy(tiny: bool) -> str:
     """/dev/shm if two checkpoints and a segment fit there, else the temporary directory (page cache)."""
     needed = (1 << 20) if tiny else 3 * 17 * 10**9
     shared = Path("/dev/shm")

@@ -25,7 +25,13 @@ def port() -> int:
 def join(rank: int, port: int) -> bool:
     timeout = datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timeout)
+    own = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timeout, device_id=own)
+    return True
+
+
+def leave() -> bool:
+    dist.destroy_process_group()
     return True
 
 
@@ -47,4 +53,4 @@ def broadcast(nbytes: int, piece: int, repeats: int) -> list[float]:
 
 if __name__ == "__main__":
     torch.cuda.set_device(int(sys.argv[1]))
-    obey({"port": port, "join": join, "broadcast": broadcast})
+    obey({"port": port, "join": join, "broadcast": broadcast, "leave": leave})

@@ -33,10 +33,11 @@ class Sizes:
     load: tuple[int, int]  # batch and length of the load beside an update
     prompts: tuple[int, int, int]  # prompts, their length and sampled tokens for log-probabilities
     max_prefill_tokens: int
+    under_load: tuple[int, int]  # layers of the model, and updates
 
 
-FULL = Sizes(16384, 2 << 30, 0.8, (64, 3000), (8, 128, 64), 8192)
-SMALL = Sizes(2048, 64 << 10, 0.3, (4, 1500), (2, 16, 8), 512)
+FULL = Sizes(16384, 2 << 30, 0.8, (64, 3000), (8, 128, 64), 8192, (4, 1000))
+SMALL = Sizes(2048, 64 << 10, 0.3, (4, 1500), (2, 16, 8), 512, (2, 100))
 
 
 class Engines:

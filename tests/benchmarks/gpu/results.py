@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -64,19 +63,19 @@ def line(
 
 def versions() -> dict[str, str]:
     """Of what a result depends on; "none" for what is not installed."""
+    import torch
+
     found = {"torch": torch.__version__, "python": platform.python_version()}
     for name, package in (("flashinfer", "flashinfer-python"), ("transformers", "transformers")):
         try:
             found[name] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "none"
-    found["driver"] = _driver()
+    found["driver"] = _driver() if torch.cuda.is_available() else "none"
     return found
 
 
 def _driver() -> str:
-    if not torch.cuda.is_available():
-        return "none"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]

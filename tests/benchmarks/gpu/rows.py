@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tests.benchmarks.gpu import rows_generate, rows_ipc, rows_paths
+from tests.benchmarks.gpu import rows_generate, rows_ipc, rows_load, rows_paths
 from tests.benchmarks.gpu.bench import Bench
 from tests.benchmarks.gpu.goals import GOALS
 from tests.benchmarks.gpu.results import Line
@@ -25,6 +25,8 @@ ROWS: dict[str, Callable[[Bench], Line]] = {
     "pause": rows_ipc.pause,
     "decode_during_update": rows_generate.decode_during_update,
     "ipc_adopt": rows_ipc.ipc_adopt,  # stops it: its weights are the trainer's memory
+    # over one with few layers
+    "updates_under_load": rows_load.updates_under_load,
     # without one
     "grpc_share": rows_generate.grpc_share,
     # over one with the trainer's weights, from disk
@@ -33,7 +35,17 @@ ROWS: dict[str, Callable[[Bench], Line]] = {
 }
 """In the order in which they run."""
 
-STOP_THE_ENGINE = ("ipc_adopt", "grpc_share", "start")
+SECONDS = {
+    "tensor_stream": 150.0,
+    "disk": 150.0,
+    "pause": 150.0,
+    "decode_during_update": 150.0,
+    "updates_under_load": 200.0,
+    "start": 150.0,
+}
+"""How long a row may take if not two minutes, what it makes for those after it included."""
+
+STOP_THE_ENGINE = ("ipc_adopt", "updates_under_load", "grpc_share", "start")
 
 
 def chosen(names: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from tests.benchmarks.gpu.bench import REPEATS, Bench, median_pause_ms, pause_ms
 from tests.benchmarks.gpu.floors import synchronise
 from tests.benchmarks.gpu.model import as_module
 from tests.benchmarks.gpu.results import Line
-from trainers_adapters import AdoptedArena, IpcArena
+from trainers_adapters import AdoptedArena, IpcArena, WeightsClient
 from weight_updater.requests import BeginUpdate, Path, UpdateReply
 
 NUM_STREAMS = 8
@@ -63,7 +63,9 @@ def ipc_adopt(bench: Bench) -> Line:
     that hashes all bytes and looks for values that are not finite.
     """
     module = as_module(bench.weights.named)
-    arena = AdoptedArena(bench.engine.weights, module)
+    # A client of its own: that of the engine is closed with it, and could not tell that it is gone.
+    client = WeightsClient(bench.engine.address)
+    arena = AdoptedArena(client, module)
     free_before = _free_bytes(bench)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     first = ""
@@ -82,6 +84,7 @@ def ipc_adopt(bench: Bench) -> Line:
     finally:
         bench.engines.stop()
         arena.close()
+        client.close()
     value, verified = (statistics.median(seconds[verify][1:]) for verify in (False, True))
     note = (
         f"without recapture; {verified * 1e3:.1f} ms if the bytes are hashed; {first}; free memory fell by "

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.unit.weight_updater.fake_gpu import FakeGpu, fake_kernels
 from trainers_adapters import cuda_lending
 from trainers_adapters.cuda_lending import CudaLending, Lent
 from weight_updater.arena import DTYPE_NAMES
-from weight_updater.checksum import Scan, checksum, scan
+from weight_updater.checksum import checksum
 from weight_updater.device_memory import Allocation
 from weight_updater.requests import Manifest, TensorSpec
 
@@ -182,12 +183,7 @@ def test_tensors_that_a_source_makes_anew_are_let_go_before_the_next(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a trainer would hold its model twice, and every push would come from other addresses."""
-
-    def scan_many(data: Sequence[torch.Tensor], device: torch.device, dtypes: object) -> list[Scan]:
-        return [scan(part) for part in data]
-
-    monkeypatch.setattr(cuda_lending, "is_fast", lambda device: True)
-    monkeypatch.setattr(cuda_lending, "scan_many", scan_many)
+    fake_kernels(monkeypatch, FakeGpu(), cuda_lending)
     allocation = memory.allocate(4096)
     made: list[weakref.ref[torch.UntypedStorage]] = []
     alive_then: list[int] = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,13 +19,15 @@ from tests.benchmarks.gpu.goals import BY_NAME, GOALS
 from tests.benchmarks.gpu.model import QWEN3_8B
 from tests.benchmarks.gpu.results import line, merge
 from tests.benchmarks.gpu.rows_ipc import largest_gap
+from tests.benchmarks.gpu.supervise import Outcome, Report, supervise
+from tests.holdings import born
 
 COPY_BYTES_PER_S, FLOPS = 4.24e12, 7e14
 
 
 def test_every_goal_has_a_row_and_every_row_a_goal() -> None:
     assert set(rows.ROWS) == set(BY_NAME)
-    assert len(BY_NAME) == len(GOALS) == len({goal.what for goal in GOALS}) == 17
+    assert len(BY_NAME) == len(GOALS) == len({goal.what for goal in GOALS}) == 18
     assert rows.chosen([]) == list(rows.ROWS)
 
 
@@ -107,13 +111,46 @@ def test_a_failing_row_ends_with_1_and_keeps_the_others(
     monkeypatch.setitem(rows.ROWS, "disk", fails)
     monkeypatch.setitem(rows.ROWS, "distributed", needs_more)
     monkeypatch.setitem(rows.ROWS, "decode_1", lambda bench: bench.line("decode_1", 200.0, 280.0))
-    out, cpu = tmp_path / "lines.json", torch.device("cpu")
+    out, told, cpu = tmp_path / "lines.json", tmp_path / "report", torch.device("cpu")
     assert run(["decode_1", "distributed"], cpu, tiny=True, out=out) == 0
-    assert run(["disk", "decode_1"], cpu, tiny=True, out=out) == 1
-    said = capsys.readouterr()
-    assert "FAILED: RuntimeError: no such luck" in " ".join(said.out.split())
-    assert "needs two GPUs" in said.out
+    assert run(["disk", "decode_1"], cpu, tiny=True, out=out, report=Report(told)) == 1
+    assert "RuntimeError: no such luck" in capsys.readouterr().err
     assert [item["name"] for item in json.loads(out.read_text())] == ["decode_1"]
+    outcome = Outcome()
+    for line_of_report in told.read_text().splitlines():
+        outcome.take(json.loads(line_of_report))
+    assert outcome.others == {"disk": "FAILED: RuntimeError: no such luck"}
+    assert (list(outcome.lines), outcome.num_failures) == (["decode_1"], 1)
+    assert outcome.title.startswith("CPU, torch ")
+
+
+def supervised(rows: list[str], seconds: float, tmp_path: Path, **options: float) -> Outcome:
+    command = [sys.executable, "-m", "tests.unit.benchmarks.fake_worker", str(tmp_path / "pids")]
+    return supervise(
+        rows, command, lambda row: seconds, directory=str(tmp_path), first_row_s=20.0, grace_s=2.0, **options
+    )
+
+
+def test_a_row_that_hangs_or_kills_its_process_costs_only_itself(tmp_path: Path) -> None:
+    names = ["quick", "dies", "fails", "hangs", "elsewhere", "stubborn", "quick"]
+    outcome = supervised(names, 0.5, tmp_path, total_s=100.0)
+    assert list(outcome.lines) == ["quick"]
+    assert outcome.others.pop("dies") == "FAILED: the process that measured it ended with -9"
+    assert outcome.others.pop("fails") == "FAILED: as it should"
+    assert outcome.others.pop("elsewhere") == "needs two GPUs"
+    assert outcome.others == dict.fromkeys(["hangs", "stubborn"], "FAILED: it took too long, and was stopped")
+    assert outcome.num_failures == 4
+    left = [pid for pid in (tmp_path / "pids").read_text().split() if born(int(pid))]
+    assert left == [], "a process is left behind"
+    assert os.listdir(tmp_path) == ["pids"]
+
+
+def test_rows_that_do_not_fit_are_left_to_another_call(tmp_path: Path) -> None:
+    outcome = supervised(["hangs", "quick", "fails"], 100.0, tmp_path, total_s=3.0)
+    assert outcome.lines == {}
+    assert outcome.others["hangs"] == "FAILED: the time of this call is over, and was stopped"
+    assert outcome.others["fails"] == "FAILED: not begun: 3 s are over; run it with ROWS=fails"
+    assert outcome.num_failures == 3
 
 
 def test_rows_run_over_a_tiny_model_on_a_cpu(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from rollout_engine.errors import EngineError, Reason
 from rollout_engine.sampling import SamplingParams
 from rollout_engine.server import generation as g
 from rollout_engine.server.live import Inbox, LiveRequests
+from rollout_engine.server.tally import Tally
 from rollout_engine.server.text import TextCodec
 from rollout_engine.v1 import rollout_pb2 as pb
 from tests.unit.server.tokenizers_for_tests import EOS, byte_tokenizer, ids_of
@@ -107,7 +108,7 @@ def test_text_does_not_show_the_id_that_ended_it():
 def test_a_stop_string_ends_the_completion_at_the_token_that_completed_it():
     sent: list[m.Command] = []
     made = make({"stop": ["END"], "n": 2}, return_text=True, request_id="r")
-    made.attach(LiveRequests(sent.append).submit(made.request, Inbox()))
+    made.attach(LiveRequests(sent.append, Tally()).submit(made.request, Inbox()))
     ids = ids_of(TOKENIZER, "a END and more")
     (first,) = made.take([output(ids[:4])])
     assert (list(first.token_ids), first.text, first.finish_reason) == (ids[:4], "a ", 0)

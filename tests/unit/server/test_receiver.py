@@ -18,7 +18,7 @@ import pytest
 from rollout_engine import messages as m
 from rollout_engine.channel import Channel
 from rollout_engine.server.auth import TlsContents
-from rollout_engine.server.receiver import METHOD, SERVICE, ReceiverConfig, serve
+from rollout_engine.server.receiver import METHOD, SERVICE, ReceiverConfig, Stream, serve
 from rollout_engine.server.receiver_link import EngineLink
 from rollout_engine.v1 import weights_pb2 as pb
 from rollout_engine.v1.weights_pb2_grpc import WeightsStub
@@ -26,7 +26,7 @@ from tests.wire.fake_replies import update_reply
 from tests.wire.front import reason_of
 from tests.wire.test_front_auth import make_certificate
 from tests.wire.update_messages import chunk, header, packed_chunk
-from weight_updater.requests import UpdateState
+from weight_updater.requests import FromTensor, UpdateState
 from weight_updater.shm import SharedSegment
 
 CODE = grpc.StatusCode
@@ -235,3 +235,23 @@ def test_a_receiver_without_a_front_or_an_engine_ends():
     assert process.wait(20) == 1
     assert "the engine process closed its connection" in process.stderr.read()
     ours.close()
+
+
+class Leaving:
+    """The context of a client that half-closes; the news of its break comes `seconds` later, if ever."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+
+    def add_callback(self, gone) -> None:
+        if self._seconds is not None:
+            threading.Timer(self._seconds, gone).start()
+
+
+@pytest.mark.parametrize(("seconds", "complete"), [(0.01, False), (None, True)])
+def test_news_of_a_break_may_come_a_moment_after_the_end(seconds, complete):
+    engine = Engine()
+    stream = Stream(engine.link, FromTensor("u"), None)
+    stream.run(iter([chunk(0, 0, bytes(8)).SerializeToString()]), Leaving(seconds))
+    assert engine.of(m.EndOfChunks) == [m.EndOfChunks(100, complete=complete)]
+    engine.close()

@@ -1,15 +1,20 @@
-"""Stands in for a GPU where there is none: handles map CPU buffers, kernels are loops over CPU tensors."""
+"""Stands in for a GPU where there is none: handles map CPU buffers, kernels are loops over CPU memory."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from weight_updater import from_ipc, lent_tensors, staging
-from weight_updater.checksum import Scan, scan
+from weight_updater import device_scan, from_ipc, lent_tensors, staging
+from weight_updater.checksum import scan as read
+from weight_updater.device_scan import Found
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import CudaIpcRegion
 from weight_updater.updater import WeightUpdater
@@ -40,30 +45,29 @@ class FakeGpu:
         identity = int.from_bytes(handle, "little")
         return CudaIpcRegion(f"trainer-{identity}", UUID, handle, offset, size, **fields)  # type: ignore[arg-type]
 
-    def scan_many(
-        self,
-        data: Sequence[torch.Tensor],
-        device: torch.device,
-        dtypes: Sequence[torch.dtype | None],
-        offsets: Sequence[int] | None = None,
-    ) -> list[Scan]:
-        if data:
-            self.launches.append("scan")
-        return [scan(part, 0, dtype) for part, dtype in zip(data, dtypes, strict=True)]
+    def run(self, table: FakeTable, device: torch.device, *, copy: bool, scan: bool) -> Found:
+        """What the kernel does with a table."""
+        self.launches.append(" and ".join(["copy"] * copy + ["scan"] * scan))
+        found = [
+            read(bytes_at(source, nbytes), 8 * word, dtype) for source, _, nbytes, dtype, word in table.key
+        ]
+        for source, destination, nbytes, _, _ in table.key if copy else ():
+            ctypes.memmove(destination, source, nbytes)
+        totals = np.array([one.total for one in found if scan], dtype=np.uint64)
+        return Found(totals, np.array([one.nonfinite for one in found if scan], dtype=np.bool_))
 
-    def copy_many(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        device: torch.device,
-        dtypes: Sequence[torch.dtype | None] | None = None,
-    ) -> list[Scan]:
-        if pairs:
-            self.launches.append("copy" if dtypes is None else "copy and scan")
-        for destination, source in pairs:
-            destination.copy_(source)
-        if dtypes is None:
-            return []
-        return [scan(source, 0, dtype) for (_, source), dtype in zip(pairs, dtypes, strict=True)]
+
+class FakeTable:
+    """What a launch would tell the kernel: per range (source, destination, bytes, dtype, first word)."""
+
+    def __init__(self, key: tuple[Any, ...], device: torch.device) -> None:
+        self.key = key
+
+
+def bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """[nbytes] uint8 over memory of this process."""
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
 
 
 class _Mapped:
@@ -93,11 +97,16 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     gpu = FakeGpu()
     monkeypatch.setattr(from_ipc, "MappedAllocation", lambda handle, uuid, device: _Mapped(gpu, handle))
     monkeypatch.setattr(from_ipc.Mappings, "on_gpu", property(lambda self: True))
-    for module in (lent_tensors, staging):
-        monkeypatch.setattr(module, "is_fast", lambda device: True)
-        monkeypatch.setattr(module, "copy_many", gpu.copy_many)
-    monkeypatch.setattr(lent_tensors, "scan_many", gpu.scan_many)
+    fake_kernels(monkeypatch, gpu, lent_tensors, staging)
     yield gpu
+
+
+def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, *modules: ModuleType) -> None:
+    """Let `modules` find kernels for any device, which `gpu` runs."""
+    for module in modules:
+        monkeypatch.setattr(module, "is_fast", lambda device: True)
+    monkeypatch.setattr(device_scan, "_Table", FakeTable)
+    monkeypatch.setattr(device_scan, "_run", gpu.run)
 
 
 def in_use(updater: WeightUpdater) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,13 @@ from tests.unit.weight_updater.tiny_target import (
     TinyTarget,
     begin,
     make_updater,
+    manifest_of,
     raw,
     weights,
 )
+from weight_updater import device_scan
 from weight_updater.checksum import checksum, fold_by_name
+from weight_updater.device_scan import Found
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
 from weight_updater.requests import FromIpc, Path, RegionPlacement, Staging, UpdateReply
 from weight_updater.updater import WeightUpdater
@@ -246,23 +250,21 @@ def test_regions_that_cannot_be_right(gpu: FakeGpu) -> None:
 
 
 def test_memory_that_a_receiver_reads_is_not_unmapped(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weight_updater import lent_tensors
-
     updater = make_updater(TinyTarget())
     handle = gpu.allocate(1, 4096)
     request = lay_out(gpu, weights(1), [handle])
     identity = request.cuda_regions[0].allocation_id
     refused: list[UpdateRefused] = []
 
-    def abort_and_release(*arguments: object) -> list[object]:
+    def abort_and_release(*arguments: Any, **options: Any) -> Found:
         updater.abort(update_id)
         with pytest.raises(UpdateRefused) as caught:
             updater.release([identity])
         refused.append(caught.value)
-        return []
+        return gpu.run(*arguments, **options)
 
     update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
-    monkeypatch.setattr(lent_tensors, "_read", abort_and_release)
+    monkeypatch.setattr(device_scan, "_run", abort_and_release)
     monkeypatch.setattr("weight_updater.sink.Sink.end", lambda self, error: None)  # it would wait for us
     with pytest.raises(UpdateRefused, match="aborted"):
         receive(updater, request, update_id)
@@ -299,5 +301,35 @@ def test_an_arena_is_adopted_where_it_lies(gpu: FakeGpu) -> None:
         trainer.die()
         updater.tick(time.monotonic() + 1)
         assert "is gone" in updater.torn_reason
+    finally:
+        trainer.close()
+
+
+def test_what_was_lent_packed_is_adopted_in_the_arenas_layout(gpu: FakeGpu) -> None:
+    """The same region, first copied from and then adopted: its tensors lie elsewhere in it."""
+    target = TinyTarget()
+    updater = make_updater(target)
+    offsets, packed_bytes = manifest_of(weights(1)).packed_offsets()
+    assert packed_bytes != target.arena.nbytes, "the layouts differ"
+    handle = gpu.allocate(1, max(packed_bytes, target.arena.nbytes))
+    memory = gpu.memory[handle]
+    trainer = Trainer(1)  # holds the owner's lock
+    try:
+        region = gpu.region(handle, 0, memory.numel(), owner=trainer.descriptor)
+        request = FromIpc("", cuda_regions=(region,))
+        for offset, value in zip(offsets, weights(1).values(), strict=True):
+            memory[offset : offset + value.nbytes] = raw(value)
+        update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
+        receive(updater, request, update_id)
+        updater.commit(update_id)
+        assert_live(target, weights(1))
+        for seed in (2, 3):
+            update_id = begin(updater, weights(seed), path=Path.IPC, adopt=True)
+            for name, value in weights(seed).items():
+                target.arena.slot_view(memory, name).copy_(value)
+            receive(updater, request, update_id)
+            updater.commit(update_id)
+            assert_live(target, weights(seed))
+            assert updater.checksums([]) == {name: checksum(value) for name, value in weights(seed).items()}
     finally:
         trainer.close()

@@ -1,7 +1,9 @@
+import fcntl
 import json
 import os
 import re
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,6 +160,20 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, tensors: list, 
 
 
 @pytest.mark.case("B037")
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    abandoned, young, held = (tmp_path / f".rollsync-{digit * 16}.tmp" for digit in "abc")
+    for path in (abandoned, young, held):
+        path.write_bytes(b"half of the weights")
+    for path in (abandoned, held):
+        os.utime(path, (time.time() - 3600,) * 2)
+    with held.open("rb") as living:
+        fcntl.flock(living, fcntl.LOCK_EX)
+        save_weights(str(tmp_path), [("a", torch.ones(2))])
+    assert not abandoned.exists()
+    assert held.exists(), "its writer lives"
+    assert young.exists(), "its writer may be about to lock it"
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_missing_shard_is_named(tmp_path: Path, which: int) -> None:
     save_weights(str(tmp_path), weights().items(), max_shard_bytes=64)

@@ -1,0 +1,1 @@
+"""`rollsync doctor`: what this machine has, what is wrong with it, and what to do."""

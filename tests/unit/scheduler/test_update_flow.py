@@ -1,0 +1,167 @@
+"""Updates in one call, on a loop turned by hand: one trip to a worker, and no commit beside it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_engine import messages
+from rollout_engine.flows import FlowRunner
+from rollout_engine.gate import Gate
+from rollout_engine.update_flow import UpdateFlow
+from rollout_engine.update_records import UpdateRecords
+from tests.unit.weight_updater.tiny_target import EMBED, TinyTarget, make_updater, manifest_of, pack, weights
+from weight_updater.errors import Reason, UpdateError
+from weight_updater.requests import BeginUpdate, FromTensor, Path, Staging, UpdateReply, UpdateState
+from weight_updater.shm import SharedSegment
+
+
+class NoSequences:
+    """A scheduler and the uploads of an engine that generates nothing."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.live: list[Any] = []
+
+    def on_commit(self, commit_sequence: int) -> None:
+        pass
+
+    def is_open(self, call_id: int) -> bool:
+        return False
+
+    def drop(self, call_id: int) -> None:
+        pass
+
+    def interrupt(self, call_id: int) -> None:
+        pass
+
+
+class Loop:
+    """The engine's loop, as far as updates go."""
+
+    def __init__(self) -> None:
+        self.target = TinyTarget()
+        self.updater = make_updater(self.target)
+        idle: Any = NoSequences()
+        self.updates = UpdateFlow(
+            self.updater,
+            idle,
+            Gate(),
+            idle,
+            finish=lambda *_: None,
+            end_too_old=lambda version: None,
+            copy_bytes_per_second=1e9,
+            records=UpdateRecords(self.updater),
+        )
+        self.flows = FlowRunner(wake=lambda: None)
+        self.answers: dict[str, UpdateReply | Exception] = {}
+        self.segment = SharedSegment.create(manifest_of(weights(1)).packed_offsets()[1])
+
+    def start(self, name: str, flow: Any) -> None:
+        def done(result: Any, error: Exception | None) -> None:
+            self.answers[name] = result if error is None else error
+
+        self.flows.start(flow, done)
+
+    def update(self, name: str, seed: int, *, spoil: bool = False) -> None:
+        """Start an update in one call."""
+        tensors = weights(seed)
+        manifest = manifest_of(tensors)
+        if spoil:
+            tensors[EMBED][0, 0] += 1
+        pack(self.segment, tensors)
+        begin = BeginUpdate(path=Path.TENSOR, update_id=name, manifest=manifest, staging=Staging.HOST)
+        tensor = FromTensor("", self.segment.descriptor)
+        command = messages.Update(call_id=1, tensor=tensor, begin=begin)
+        self.start(name, self.updates.update(command))
+
+    def turn_until(self, name: str) -> UpdateReply | Exception:
+        deadline = time.monotonic() + 10
+        while name not in self.answers:
+            assert time.monotonic() < deadline, f"{name} is not answered"
+            self.flows.turn()
+            time.sleep(0.001)
+        return self.answers[name]
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.flows.close()
+    made.updater.close()
+    made.segment.close()
+    made.segment.unlink()
+
+
+def test_an_update_in_one_call_needs_one_trip_to_a_worker(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trips: list[object] = []
+    submit = loop.flows._pool.submit
+
+    def count(function: Any) -> Any:
+        trips.append(function)
+        return submit(function)
+
+    monkeypatch.setattr(loop.flows._pool, "submit", count)
+    for seed, num_trips in ((1, 2), (2, 2)):  # the manifest is resolved beside the loop, too
+        trips.clear()
+        loop.update(f"u{seed}", seed)
+        reply = loop.turn_until(f"u{seed}")
+        assert isinstance(reply, UpdateReply)
+        assert (reply.state, reply.verified) == (UpdateState.COMMITTED, True)
+        assert torch.equal(loop.target.slot(EMBED), weights(seed)[EMBED])
+        assert len(trips) == num_trips
+
+
+def test_what_the_worker_finds_wrong_refuses_the_update(loop: Loop) -> None:
+    before = loop.target.values()
+    loop.update("wrong", 1, spoil=True)
+    error = loop.turn_until("wrong")
+    assert isinstance(error, UpdateError)
+    assert error.reason is Reason.CHECKSUM_MISMATCH
+    assert loop.updater.open is None
+    assert all(torch.equal(loop.target.slot(name), value) for name, value in before.items())
+    loop.update("right", 2)
+    assert isinstance(loop.turn_until("right"), UpdateReply)
+
+
+def test_no_commit_comes_while_a_worker_still_verifies_an_update_that_was_aborted(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the live slots: what it finds there would be taken for the checksums of what came after."""
+    verifying, go_on = threading.Event(), threading.Event()
+    know = loop.updater._live.know
+
+    def slow() -> None:
+        verifying.set()
+        assert go_on.wait(10)
+        know()
+
+    monkeypatch.setattr(loop.updater._live, "know", slow)
+    loop.update("first", 1)
+    deadline = time.monotonic() + 10
+    while not verifying.is_set():
+        assert time.monotonic() < deadline
+        loop.flows.turn()
+    loop.start("abort", loop.updates.abort(messages.AbortUpdate(call_id=2, update_id="first")))
+    monkeypatch.setattr(loop.updater._live, "know", know)
+    loop.update("second", 2)
+    for _ in range(50):
+        loop.flows.turn()
+        time.sleep(0.002)
+    assert "second" not in loop.answers
+    assert loop.updater.commit_sequence == 0
+    go_on.set()
+    reply = loop.turn_until("second")
+    assert isinstance(reply, UpdateReply)
+    assert isinstance(loop.turn_until("first"), UpdateError)
+    assert loop.turn_until("abort") == {"found": True, "torn": False}
+    live = {name: manifest_of(weights(2)).tensors[at].checksum for at, name in enumerate(weights(2))}
+    assert loop.updater.checksums([]) == live == loop.updater._live.known
