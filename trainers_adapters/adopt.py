@@ -34,8 +34,9 @@ from torch import nn
 from trainers_adapters.adopted_memory import allocate
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
+from trainers_adapters.parts import storage_key
 from trainers_adapters.sending import named_by_digest
-from trainers_adapters.sources import ModuleSource, storage_key
+from trainers_adapters.sources import ModuleSource
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.descriptor import describe
 from weight_updater.requests import (

@@ -7,6 +7,7 @@ import torch
 
 from trainers_adapters.sending import Outgoing
 from weight_updater.arena import TORCH_DTYPES
+from weight_updater.checksum import checksums as checksums_of
 from weight_updater.requests import Manifest, ShmSegment
 from weight_updater.shm import SharedSegment
 
@@ -64,6 +65,10 @@ class PackedSegment:
                 raise ValueError(f"the source yields {name} {tuple(tensor.shape)} where {due} was due")
             _copy(view, tensor)
         return self.descriptor
+
+    def checksums(self) -> list[int]:
+        """Of the tensors as they lie in the segment, in order."""
+        return checksums_of(self._views)
 
     def _views_of(self, manifest: Manifest) -> list[torch.Tensor]:
         assert self._segment is not None

@@ -11,6 +11,7 @@ from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.segments import PackedSegment
 from trainers_adapters.sending import Outgoing, Sender
+from trainers_adapters.sources import Source, is_gathered
 from weight_updater.requests import BeginReply, BeginUpdate, Path, ShmSegment, UpdateReply
 
 if TYPE_CHECKING:
@@ -50,15 +51,19 @@ class IpcArena(Sender):
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
         if self._lending is not None:
             self._lending.let_go()
-        named = [] if outgoing.resident is not None else list(outgoing.source)
-        if named and all([tensor.is_cuda for _, tensor in named]):
+        named = [] if outgoing.resident is not None else _all_on_gpus(outgoing.source)
+        if named:
             return self._lend(named, outgoing)
         self._lent = None
         if not self._segment.fits(outgoing):
             self.close()
         self._segment.fill(outgoing)
+        if not outgoing.verify:
+            return {}
+        if is_gathered(outgoing.source):  # gathering everything once more would take as long as the push
+            return {"manifest": outgoing.manifest.with_checksums(self._segment.checksums())}
         described = outgoing.source if outgoing.resident is None else outgoing.resident
-        return {"manifest": described.manifest(checksums=True)} if outgoing.verify else {}
+        return {"manifest": described.manifest(checksums=True)}
 
     def _lend(self, named: Sequence[tuple[str, torch.Tensor]], outgoing: Outgoing) -> dict[str, Any]:
         from trainers_adapters.cuda_lending import CudaLending
@@ -115,6 +120,20 @@ class IpcArena(Sender):
         self._lent = None
         if self._lending is not None:
             self._lending.close()
+
+
+def _all_on_gpus(source: Source) -> list[tuple[str, torch.Tensor]]:
+    """What a source yields if all of it lies on GPUs, else nothing: one that makes its tensors on a CPU is
+    asked for no more than one of them here, and one that gathers them for none.
+    """
+    named: list[tuple[str, torch.Tensor]] = []
+    if is_gathered(source):
+        return named
+    for name, tensor in source:
+        if not tensor.is_cuda:
+            return []
+        named.append((name, tensor))
+    return named
 
 
 def release_everywhere(allocation_ids: str | Sequence[str], clients: Sequence[WeightsClient]) -> None:

@@ -6,14 +6,14 @@ write to it. Nothing of the trainer is merged, cast or moved in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from trainers_adapters.parts import Part, check_dtypes, plain_parts, whole
 from trainers_adapters.resident import ResidentParameters
-from weight_updater import clean_name
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksums as checksums_of
 from weight_updater.names import is_adapter_name
@@ -31,6 +31,11 @@ class Source(Protocol):
         """What iterating yields: names, dtypes, shapes, and on request the checksums of the bytes."""
 
 
+def is_gathered(source: Source) -> bool:
+    """Whether its tensors are gathered as they are asked for, so that nobody may keep all of them."""
+    return bool(getattr(source, "gathered", False))
+
+
 class ModuleSource:
     """The parameters of a plain nn.Module under their Hugging Face names.
 
@@ -43,25 +48,19 @@ class ModuleSource:
         dtype: cast on the way out (into a copy), or None to send what is there.
 
     Raises:
-        ValueError: the module holds adapters that are not merged, parameters of which other ranks hold
-            parts, no parameters at all, a dtype that cannot be sent, or two parameters that end up under
-            one name.
+        ValueError: the module holds adapters (PeftSource is for those), parameters of which other ranks
+            hold parts (ShardedSource), no parameters at all, a dtype that cannot be sent, or two parameters
+            that end up under one name.
     """
 
     def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
-        self._parameters = _named_once(module)
+        parts = plain_parts(module)
+        check_dtypes(parts, dtype)
+        self._parameters = {part.name: part.refs[0].get() for part in parts}
         self._in_memory = ResidentParameters(self._parameters)
         self._described: list[tuple[torch.dtype, torch.Size]] = []
         self._manifest = Manifest(())  # of what `_described` says, without checksums
-        if not self._parameters:
-            raise ValueError(f"{type(module).__name__} has no parameters to push")
-        for name, parameter in self._parameters.items():
-            if (dtype or parameter.dtype) not in DTYPE_NAMES:
-                raise ValueError(
-                    f"{name} is {dtype or parameter.dtype}; it can be sent as one of "
-                    f"{', '.join(DTYPE_NAMES.values())} (pass dtype=)"
-                )
 
     @property
     def names(self) -> list[str]:
@@ -90,54 +89,44 @@ class ModuleSource:
             return self._manifest
         if self._dtype is None:
             return self._manifest.with_checksums(checksums_of([tensor for _, tensor in self]))
-        # One cast copy at a time.
-        return self._manifest.with_checksums([checksums_of([tensor])[0] for _, tensor in self])
+        return self._manifest.with_checksums(one_by_one(self))
 
 
-def _named_once(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Each parameter once, under its cleaned name, in the module's order; a tie keeps the embedding."""
-    embeddings = {
-        f"{prefix}.weight" if prefix else "weight"
-        for prefix, child in module.named_modules(remove_duplicate=False)
-        if isinstance(child, nn.Embedding)
-    }
-    kept: dict[object, tuple[str, str, nn.Parameter]] = {}  # storage -> (own name, cleaned name, parameter)
-    for own, parameter in module.named_parameters(remove_duplicate=False):
-        if is_adapter_name(own):
-            raise ValueError(
-                f"{own} belongs to an adapter; merge the adapters into a copy of the module and push that"
-            )
-        key = storage_key(whole(own, parameter))
-        if key not in kept or (own in embeddings and kept[key][0] not in embeddings):
-            kept[key] = (own, clean_name(own), parameter)
-    named: dict[str, nn.Parameter] = {}
-    for own, name, parameter in kept.values():
-        if name in named:
-            raise ValueError(f"two parameters are called {name} once wrappers are removed (one is {own})")
-        named[name] = parameter
-    return named
+def has_adapters(module: nn.Module) -> bool:
+    """Whether `module` holds adapters; asked of modules, since a sharded one may not show its parameters."""
+    return any(is_adapter_name(name) for name, _ in module.named_modules())
 
 
-def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor behind a DTensor, of its memory; any other tensor as it is.
+def source_of(module: nn.Module, *, dtype: torch.dtype | None = None) -> Source:
+    """PeftSource for a module with adapters, else ModuleSource; arguments and errors are theirs."""
+    if has_adapters(module):
+        from trainers_adapters.peft_source import PeftSource
 
-    Raises:
-        ValueError: other ranks hold parts of it, so this one alone cannot tell its value.
-    """
-    if not hasattr(tensor, "to_local"):  # torch.distributed.tensor, which a trainer without it never loads
-        return tensor
-    sharded: Any = tensor
-    num_ranks = sharded.device_mesh.size()
-    if num_ranks > 1 and not all(placement.is_replicate() for placement in sharded.placements):
-        raise ValueError(
-            f"{name} is sharded over {num_ranks} ranks; gather it on all of them (full_tensor()) first"
+        return PeftSource(module, dtype=dtype)
+    return ModuleSource(module, dtype=dtype)
+
+
+def tensors_of(parts: Sequence[Part], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of parts that are not sharded, one made at a time."""
+    for part in parts:
+        yield part.name, part.make([whole(part.name, ref.get()) for ref in part.refs], dtype)
+
+
+def manifest_of(
+    parts: Sequence[Part], dtype: torch.dtype | None, checksums: Sequence[int] | None
+) -> Manifest:
+    """The manifest of parts that are sent as `dtype`."""
+    sums = [None] * len(parts) if checksums is None else checksums
+    return Manifest(
+        tuple(
+            [
+                TensorSpec(part.name, DTYPE_NAMES[dtype or part.leaf.dtype], part.leaf.shape, value)
+                for part, value in zip(parts, sums, strict=True)
+            ]
         )
-    local: torch.Tensor = sharded.to_local()
-    return local
+    )
 
 
-def storage_key(parameter: torch.Tensor) -> object:
-    """Equal for tensors that are one: the same object, or views of exactly the same memory."""
-    if parameter.numel() == 0 or parameter.device.type == "meta":
-        return id(parameter)
-    return (parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
+def one_by_one(source: Source) -> list[int]:
+    """The checksums of a source that makes its tensors: one is there at a time."""
+    return [checksums_of([tensor])[0] for _, tensor in source]

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from trainers_adapters import ModuleSource
+from trainers_adapters import source_of
 from weight_updater.checksum import checksum
 
 ENDING_IDS = list(range(8192))
@@ -73,7 +73,7 @@ class Seen:
 
 def checksums_of(model: Any) -> dict[str, int]:
     """Of each tensor as it would be pushed."""
-    return {name: checksum(tensor) for name, tensor in ModuleSource(model)}
+    return {name: checksum(tensor) for name, tensor in source_of(model)}
 
 
 class Learned(TrainerCallback):

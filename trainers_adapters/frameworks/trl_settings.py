@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from trainers_adapters import sources
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.results import EngineInfo
 from trainers_adapters.rollout_calls import Sampling, sampling_message
-from trainers_adapters.sources import ModuleSource, Source
 
 OURS = {"n", "logprobs", "top_logprobs", "prompt_logprobs"}
 """Sampling options that generation_kwargs may not set."""
 
 
-def source_of(trainer: Any) -> Source:
-    """The trainer's weights as they are now."""
-    return ModuleSource(trainer.accelerator.unwrap_model(trainer.model))
+def source_of(trainer: Any) -> sources.Source:
+    """The trainer's weights as they are now; LoRA adapters are merged on the way out."""
+    return sources.source_of(trainer.accelerator.unwrap_model(trainer.model))
 
 
 def prompt_token_ids(tokenizer: Any, prompts: list[Any], **template: Any) -> list[list[int]]:
