@@ -90,7 +90,6 @@ def run_tests(copy: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[s
         sys.executable,
         "-m",
         "pytest",
-        "-q",
         "-x",
         "-p",
         "no:cacheprovider",
