@@ -43,6 +43,8 @@ WAYS = ("disk", "distributed", "stream", "segment", "ipc")
 STAGINGS = (Staging.DEVICE, Staging.HOST, Staging.NONE)
 LOOPBACK = "127.0.0.1"
 BUCKET_BYTES = 4096
+KEPT_SEGMENTS = 8
+"""An offer counts on its segment; no test has more of them open at a time."""
 BEGIN_S = 0.01
 """How long a broadcast waits for its engine to refuse the update at begin; then the group can be kept."""
 
@@ -125,6 +127,10 @@ class Ways:
             return Offer(begin, lambda uid, one: self._stream(uid, one, chunks()), chunks)
         if way == "distributed":
             return self._broadcast(tensors, manifest)
+        while len(self._segments) >= KEPT_SEGMENTS:
+            old = self._segments.pop(0)
+            old.close()
+            old.unlink()
         segment = SharedSegment.create(manifest.packed_offsets()[1] or 1)
         self._segments.append(segment)
         fill(segment, tensors)

@@ -14,7 +14,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -162,16 +162,18 @@ def take_back_hello(member: Member, store: Any) -> None:
 
 def _await_hello(member: Member, store: Any, rank: int, deadline: float, facts: Facts) -> None:
     key = f"rollsync/hello/{rank}"
-    _poll(lambda: store.check([key]) or store.check([FAILED]), deadline)
+    while (told := _read(store, key)) is None and not store.check([FAILED]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    # After the reading: who rules the group out says so first, and takes its hello back then.
     if store.check([FAILED]):
         raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {store.get(FAILED).decode()}")
-    if not store.check([key]):
+    if told is None:
         raise UpdateRefused(
             Reason.TIMEOUT,
             f"{member}: rank {rank} did not come within {member.timeout_s:g} s; has it the same address and "
             f"port, and does it join as a rollsync group?",
         )
-    theirs = json.loads(store.get(key))
+    theirs = json.loads(told)
     for name, ours in (
         ("group", member.group_name),
         ("world_size", member.world_size),
@@ -188,6 +190,13 @@ def _await_hello(member: Member, store: Any, rank: int, deadline: float, facts: 
         _rule_out(member, store, f"ranks {member.rank} and {rank} are both on {facts.place}; {facts.advice}")
 
 
+def _read(store: Any, key: str) -> bytes | None:
+    """What a key holds; None if it is not there, where `get` would wait for it."""
+    absent = "absent"
+    held: bytes = store.compare_set(key, absent, absent)
+    return None if held == absent.encode() else held
+
+
 def _both(member: Member, rank: int, ours: object, theirs: object) -> str:
     def shown(value: object) -> str:
         return "not set" if value is None else repr(value)
@@ -199,11 +208,6 @@ def _rule_out(member: Member, store: Any, text: str) -> NoReturn:
     """Refuse the group here, and leave word for the others."""
     store.set(FAILED, text)
     raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {text}")
-
-
-def _poll(ready: Callable[[], bool], deadline: float) -> None:
-    while not ready() and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
 
 
 def compare_headers(member: Member, headers: Sequence[dict[str, str | int]]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from rollout_engine.messages import Chunk, command_decoder, encoder
 from rollout_engine.v1 import rollout_pb2 as pb
-from rollout_engine.v1 import rollout_pb2_grpc
+from rollout_engine.v1 import rollout_pb2_grpc, weights_pb2
 from tests.engines import RunningEngine
 from tests.unit.adapters.fake_engine import FakeEngine, serving
 from tests.unit.weight_updater.tiny_target import make_updater, send
@@ -93,7 +93,7 @@ def test_offsets_beyond_two_gigabytes_cross_every_border():
     far = 5 << 31
     call = update_from_tensor("u", [(0, far, b"12345678")])
     _, message = list(call.request)
-    assert type(message).FromString(message.SerializeToString()).chunk.offset == far
+    assert weights_pb2.UpdateWeightsFromTensorRequest.FromString(message).chunk.offset == far
     assert command_decoder.decode(encoder.encode(Chunk(1, 0, far, 2, 8))) == Chunk(1, 0, far, 2, 8)
 
 

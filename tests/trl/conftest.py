@@ -20,7 +20,6 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "trl: needs TRL; run by `make trl`")
     config.addinivalue_line("filterwarnings", "ignore::FutureWarning")  # of TRL about transformers
 
 
