@@ -63,10 +63,11 @@ def read(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]] | Reason:
     tracemalloc.start()
     try:
         with open_checkpoint(str(directory)) as checkpoint:
-            for stored in checkpoint.tensors:
+            for stored in checkpoint.stored:
                 size = os.path.getsize(stored.file)
-                assert 8 <= stored.offset <= stored.offset + stored.spec.nbytes <= size
-            return {t.spec.name: (t.spec.dtype, t.spec.shape) for t in checkpoint.tensors}
+                for spec, offset in zip(stored.manifest.tensors, stored.offsets, strict=True):
+                    assert 8 <= offset <= offset + spec.nbytes <= size
+            return {spec.name: (spec.dtype, tuple(spec.shape)) for spec in checkpoint.manifest.tensors}
     except UpdateRefused as error:
         refused = error
     finally:

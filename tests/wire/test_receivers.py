@@ -264,6 +264,9 @@ def test_a_push_whose_receiver_dies_says_why_and_leaves_nothing_open(engine, mod
     class Killing(ModuleSource):
         kills = False
 
+        def resident(self) -> None:
+            """Each tensor is asked for."""
+
         def manifest(self, *, checksums: bool = True):
             made = super().manifest(checksums=checksums)
             self.kills = True  # when it is read again, to be sent
