@@ -8,7 +8,6 @@ B = rows of a batch, S = captured size, D = hidden size, V = vocabulary
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,10 @@ import torch
 from rollout_engine.batch.forward import ForwardBatch, SamplingInfo, write_slots
 from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from rollout_engine.kv.capacity import max_decode_logits_rows
-from rollout_engine.logs import get_log
 from rollout_engine.ops.fused import kernels_for
-from rollout_engine.runner.graphs import CapturedStorages, Graph, capture_graph, smallest_fit
+from rollout_engine.runner.graphs import CapturedStorages, Graph, capture_graph, capture_sizes, smallest_fit
 from rollout_engine.runner.pending import PendingStep
 from rollout_engine.runner.sampler import sample
-
-log = get_log(__name__)
 
 WARM_UP_PASSES = 2
 """Before a capture: kernels are compiled and workspaces taken outside the graph."""
@@ -99,13 +95,10 @@ class DecodeCudaGraphRunner:
     # ------------------------------------------------------------ capture
 
     def capture(self, pool: Any) -> None:
-        """Capture every size, largest first, so that the smaller ones fit into its memory."""
-        started = time.monotonic()
-        for size in reversed(self._sizes):
-            self._captured[size] = self._capture(size, pool)
-        self._storages.note()
-        seconds = round(time.monotonic() - started, 2)
-        log.info("graphs_captured", runner="decode_graph", sizes=list(self._sizes), seconds=seconds)
+        """Capture every size."""
+        self._captured = capture_sizes(
+            "decode_graph", self._sizes, lambda size: self._capture(size, pool), self._storages
+        )
 
     def _capture(self, size: int, pool: Any) -> Captured:
         runner = self._runner

@@ -8,14 +8,19 @@ to outlive a graph lies outside.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from rollout_engine.batch.schedule import ScheduleBatch
+from rollout_engine.logs import get_log
 from rollout_engine.runner.pending import PendingStep
+
+log = get_log(__name__)
+C = TypeVar("C")
 
 Identity = tuple[int, tuple[int, ...], torch.dtype]
 """Address, shape and dtype of captured storage."""
@@ -79,6 +84,23 @@ class CapturedStorages:
 
 def _identity(tensor: torch.Tensor) -> Identity:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+
+
+def capture_sizes(
+    name: str, sizes: Sequence[int], capture: Callable[[int], C], storages: CapturedStorages
+) -> dict[int, C]:
+    """Capture every size, largest first, so that the smaller ones fit into its memory.
+
+    Args:
+        name: of the runner, for the log. capture: one size.
+        storages: of which everything is captured then.
+    """
+    started = time.monotonic()
+    captured = {size: capture(size) for size in reversed(sizes)}
+    storages.note()
+    seconds = round(time.monotonic() - started, 2)
+    log.info("graphs_captured", runner=name, sizes=list(sizes), seconds=seconds)
+    return captured
 
 
 class GraphRunner(Protocol):

@@ -15,7 +15,6 @@ T = captured number of tokens, N = query heads, K = kv heads, H = head dim, D = 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +23,16 @@ import torch
 
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.batch.schedule import ForwardMode, ScheduleBatch
-from rollout_engine.logs import get_log
 from rollout_engine.models.layers import Heads, Rope
-from rollout_engine.runner.graphs import Capture, CapturedStorages, Graph, capture_graph, smallest_fit
+from rollout_engine.runner.graphs import (
+    Capture,
+    CapturedStorages,
+    Graph,
+    capture_graph,
+    capture_sizes,
+    smallest_fit,
+)
 from rollout_engine.runner.pending import PendingStep
-
-log = get_log(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +147,10 @@ class PrefillCudaGraphRunner:
     # ------------------------------------------------------------ capture
 
     def capture(self, pool: Any) -> None:
-        """Capture every size, largest first, so that the smaller ones fit into its memory."""
-        started = time.monotonic()
-        for size in reversed(self._sizes):
-            self._captured[size] = self._capture(size, pool)
-        self._storages.note()
-        seconds = round(time.monotonic() - started, 2)
-        log.info("graphs_captured", runner="prefill_graph", sizes=list(self._sizes), seconds=seconds)
+        """Capture every size."""
+        self._captured = capture_sizes(
+            "prefill_graph", self._sizes, lambda size: self._capture(size, pool), self._storages
+        )
 
     def _capture(self, size: int, pool: Any) -> Captured:
         runner = self._runner

@@ -25,6 +25,8 @@ from weight_updater.safetensors_io import save_weights
 
 Answer = tuple[int, Any]
 UNEVEN = {"names": ["a"], "dtypes": [], "shapes": []}
+ASYNC = {"model_path": "/x", "is_async": True}
+WITH_STOP = {"prompt": [1], "include_stop_str_in_output": True}
 NO_NUMBER = {"model_path": "/x", "weight_version": "v2"}
 Call = Callable[..., Answer]
 
@@ -341,6 +343,8 @@ def test_calls_that_have_another_way_here_name_it(path, text, call):
             "INVALID_REQUEST",
             "1 names",
         ),
+        ("/update_weights_from_disk", ASYNC, 400, "INVALID_REQUEST", "is_async"),
+        ("/v1/completions", WITH_STOP, 400, "INVALID_REQUEST", "include_stop_str_in_output"),
         ("/weights_checker", {"action": "compress"}, 400, "INVALID_REQUEST", "snapshot"),
         ("/pause?mode=gently", {}, 400, "INVALID_REQUEST", "mode"),
     ],

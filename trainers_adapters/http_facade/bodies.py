@@ -13,18 +13,12 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-# ---------------------------------------------------------------- SGLang's
+class SamplingBody(Body):
+    """What both dialects call alike, with the same defaults."""
 
-
-class SglangSampling(Body):
-    """`sampling_params` of /generate, with SGLang's defaults."""
-
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
     n: int = Field(default=1, ge=1)
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -33,28 +27,36 @@ class SglangSampling(Body):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     logit_bias: dict[int, float] | None = None
-    sampling_seed: int | None = None
-    # Of the text alone; ids are always whole here, so these change nothing that a trainer reads.
+    # Of the text alone; ids are always whole here.
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
+
+    def sampling(self, **others: Any) -> Sampling:
+        """These and `others` as the engine's options, without what was left out: its own defaults hold."""
+        values = {name: getattr(self, name) for name in _ALIKE} | others
+        return cast(Sampling, {name: value for name, value in values.items() if value is not None})
+
+
+_ALIKE = SamplingBody.model_fields.keys() - {"skip_special_tokens", "spaces_between_special_tokens"}
+
+
+# ---------------------------------------------------------------- SGLang's
+
+
+class SglangSampling(SamplingBody):
+    """`sampling_params` of /generate, with SGLang's defaults."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    top_k: int = -1
+    sampling_seed: int | None = None
+    no_stop_trim: bool = False  # of the text alone, too
 
     def to_sampling(self) -> Sampling:
-        return _sampling(
-            n=self.n,
+        return self.sampling(
             max_tokens=self.max_new_tokens,
             min_tokens=self.min_new_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
             top_k=max(self.top_k, 0),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            logit_bias=self.logit_bias,
             seed=self.sampling_seed,
         )
 
@@ -97,18 +99,19 @@ class SglangGenerate(Body):
 
 
 class FromDisk(Body):
-    """/update_weights_from_disk."""
+    """/update_weights_from_disk. Cached pages of older weights are never matched, and a paused engine stays
+    paused, whatever flush_cache and keep_pause say.
+    """
 
     model_path: str
     weight_version: str | int | None = None
     abort_all_requests: bool = False
-    load_format: str | None = None
-    flush_cache: bool = True
-    is_async: bool = False
-    torch_empty_cache: bool = False
-    keep_pause: bool = False
     recapture_cuda_graph: bool = False
-    token_step: int = 0
+    load_format: Literal["auto", "safetensors"] | None = None
+    flush_cache: bool = True
+    keep_pause: bool = False
+    is_async: Literal[False] = False
+    torch_empty_cache: bool = False
 
 
 class FromDistributed(Body):
@@ -121,7 +124,7 @@ class FromDistributed(Body):
     weight_version: str | int | None = None
     abort_all_requests: bool = False
     flush_cache: bool = True
-    load_format: str | None = None
+    load_format: None = None
     bucket_bytes: int = 0
 
 
@@ -164,47 +167,23 @@ class CheckerBody(Body):
 # ---------------------------------------------------------------- vLLM's
 
 
-class VllmSampling(Body):
+class VllmSampling(SamplingBody):
     """`sampling_params` of /inference/v1/generate, with vLLM's defaults."""
 
-    n: int = Field(default=1, ge=1)
     max_tokens: int | None = 16
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
     top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    detokenize: bool = True
+    include_stop_str_in_output: Literal[False] = False
+    detokenize: bool = True  # text comes with text prompts alone
 
     def to_sampling(self) -> Sampling:
-        return _sampling(
-            n=self.n,
+        return self.sampling(
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
             top_k=max(self.top_k, 0),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            logit_bias=self.logit_bias,
             seed=self.seed,
             top_logprobs=self.logprobs,
             prompt_logprobs=None if self.prompt_logprobs is None else True,
@@ -251,8 +230,3 @@ class WeightDir(Body):
 
 class AbortRequests(Body):
     request_ids: list[str] = Field(default_factory=list)
-
-
-def _sampling(**values: Any) -> Sampling:
-    """Without what was left out, so that the engine's own defaults hold."""
-    return cast(Sampling, {name: value for name, value in values.items() if value is not None})

@@ -11,7 +11,7 @@ from fastapi import Request
 from trainers_adapters.aio import AsyncRolloutClient, AsyncWeightsClient
 from trainers_adapters.connection import Tls
 from trainers_adapters.errors import RollsyncError
-from weight_updater.requests import BeginUpdate, Inflight, Manifest, Path, TensorSpec, UpdateReply
+from weight_updater.requests import BeginUpdate, Inflight, Manifest, Path, Recapture, TensorSpec, UpdateReply
 
 
 @dataclass
@@ -32,7 +32,12 @@ class Engine:
             yield cls(rollout, weights)
 
     async def update_from_disk(
-        self, directory: str, version: str | int | None, *, abort_all: bool = False
+        self,
+        directory: str,
+        version: str | int | None,
+        *,
+        abort_all: bool = False,
+        recapture: Recapture = Recapture.AUTO,
     ) -> UpdateReply:
         """Swap the weights for those of a directory, in one call."""
         begin = BeginUpdate(
@@ -40,6 +45,7 @@ class Engine:
             directory=directory,
             version=version_number(version),
             inflight=await self._inflight(abort_all=abort_all),
+            recapture=recapture,
         )
         return await self.weights.update_from_disk(begin, directory)
 

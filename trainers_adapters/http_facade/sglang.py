@@ -25,7 +25,7 @@ from trainers_adapters.http_facade.bodies import (
 from trainers_adapters.http_facade.engine import Engine, engine_of, not_here
 from trainers_adapters.results import Completion
 from trainers_adapters.rollout_calls import Request, joined
-from weight_updater.requests import InitGroup, UpdateReply
+from weight_updater.requests import InitGroup, Recapture, UpdateReply
 
 router = APIRouter()
 OfEngine = Annotated[Engine, Depends(engine_of)]
@@ -244,7 +244,10 @@ async def resume_memory_occupation(engine: OfEngine, body: Tags | None = None) -
 @router.post("/update_weights_from_disk")
 async def update_weights_from_disk(body: FromDisk, engine: OfEngine) -> dict[str, Any]:
     reply = await engine.update_from_disk(
-        body.model_path, body.weight_version, abort_all=body.abort_all_requests
+        body.model_path,
+        body.weight_version,
+        abort_all=body.abort_all_requests,
+        recapture=Recapture.ALWAYS if body.recapture_cuda_graph else Recapture.AUTO,
     )
     return told(reply)
 
