@@ -26,7 +26,7 @@ _HOMES = {
     "source_of": "sources",
     "push_weights": "push",
     "PushReport": "push",
-    "PushError": "push",
+    "PushError": "errors",
     "DiskDirectory": "send_disk",
     "TensorStream": "send_tensor",
     "TensorSegment": "send_tensor",

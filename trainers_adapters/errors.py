@@ -33,6 +33,30 @@ class RollsyncError(Exception):
         return self.reason == "UNREACHABLE"
 
 
+class PushError(RollsyncError):
+    """A push that did not commit everywhere.
+
+    Args:
+        committed: addresses of the engines that serve `version` now; empty: none does, all keep the old.
+        laggards: addresses of the engines that may not, although others do.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        reason: str,
+        message: str,
+        *,
+        version: int = 0,
+        committed: tuple[str, ...] = (),
+        laggards: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(code, reason, message)
+        self.version = version
+        self.committed = committed
+        self.laggards = laggards
+
+
 def from_rpc_error(error: grpc.RpcError, address: str) -> RollsyncError:
     """Read status, details and reason of a failed call to `address` (sync and asyncio alike)."""
     code = error.code().name

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 from trainers_adapters.clients import WeightsClient
-from trainers_adapters.errors import RollsyncError
+from trainers_adapters.errors import PushError, RollsyncError
 from trainers_adapters.resident import resident_bytes
 from trainers_adapters.send_distributed import BroadcastGroup
 from trainers_adapters.send_ipc import IpcArena
@@ -79,30 +79,6 @@ class PushReport:
     def pause_seconds(self) -> float:
         """The longest time during which an engine could not start a forward pass."""
         return max(reply.seconds.pause for reply in self.replies.values())
-
-
-class PushError(RollsyncError):
-    """A push that did not commit everywhere.
-
-    Args:
-        committed: addresses of the engines that serve `version` now; empty: none does, all keep the old.
-        laggards: addresses of the engines that may not, although others do.
-    """
-
-    def __init__(
-        self,
-        code: str,
-        reason: str,
-        message: str,
-        *,
-        version: int = 0,
-        committed: tuple[str, ...] = (),
-        laggards: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(code, reason, message)
-        self.version = version
-        self.committed = committed
-        self.laggards = laggards
 
 
 def push_weights(

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from tests.engines import RunningEngine, serve
 from tests.tiny import load_reference, make_tiny
-from trainers_adapters.errors import RollsyncError
-from trainers_adapters.push import PushError, push_weights
+from trainers_adapters.errors import PushError, RollsyncError
+from trainers_adapters.push import push_weights
 from trainers_adapters.send_disk import DiskDirectory
 from trainers_adapters.send_distributed import BroadcastGroup
 from trainers_adapters.send_ipc import IpcArena

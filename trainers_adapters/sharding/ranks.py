@@ -18,7 +18,7 @@ from enum import IntEnum
 import torch
 from torch import distributed as dist
 
-from trainers_adapters.push import PushError
+from trainers_adapters.errors import PushError
 
 _HEADER = struct.Struct("<qqq")  # kind, number, bytes of text
 _WORD_BYTES = 2048

@@ -23,9 +23,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from trainers_adapters.errors import RollsyncError
+from trainers_adapters.errors import PushError, RollsyncError
 from trainers_adapters.parts import Part, check_dtypes, plain_parts
-from trainers_adapters.push import PushError
 from trainers_adapters.sharding.gather import Gatherer, device_of, gatherer_of
 from trainers_adapters.sharding.ranks import Kind, RankFailed, Ranks, Word, first_line
 from trainers_adapters.sources import has_adapters, manifest_of, one_by_one

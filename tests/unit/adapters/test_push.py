@@ -15,7 +15,8 @@ from torch import nn
 from tests.unit.adapters.fake_engine import FakeEngine, serving
 from trainers_adapters import push, send_distributed
 from trainers_adapters.clients import WeightsClient
-from trainers_adapters.push import PushError, push_weights
+from trainers_adapters.errors import PushError
+from trainers_adapters.push import push_weights
 from trainers_adapters.send_distributed import BroadcastGroup
 from trainers_adapters.send_ipc import IpcArena
 from trainers_adapters.send_tensor import TensorSegment, TensorStream
