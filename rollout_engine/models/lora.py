@@ -41,7 +41,8 @@ class LoraLinear:
         # Zeros that are written, so that the memory is taken before the KV pool is sized.
         self._a = torch.empty((num_slots, len(sizes), rank, in_features), dtype=dtype, device=device).zero_()
         self._b = [torch.empty((num_slots, rank, n), dtype=dtype, device=device).zero_() for n in sizes]
-        self._scaling = torch.zeros((num_slots, len(sizes)), dtype=dtype, device=device)
+        # Not in the model's dtype: a scaling that is rounded to bfloat16 is wrong by up to 0.4 %.
+        self._scaling = torch.zeros((num_slots, len(sizes)), dtype=torch.float32, device=device)
         self._scales = [[0.0] * num_slots for _ in sizes]
 
     def parts(self) -> list[AdapterPart]:
@@ -83,7 +84,7 @@ class LoraLinear:
         num_slots, num_parts, rank, _ = self._a.shape
         inner = torch.mm(x, self._a.view(-1, x.shape[1]).t()).view(-1, num_slots, num_parts * rank)
         inner = inner.masked_fill(~mask, 0).view(-1, num_slots, num_parts, rank)
-        inner = inner * self._scaling.unsqueeze(-1)
+        inner = (inner * self._scaling.unsqueeze(-1)).to(x.dtype)
         for part, (end, size) in enumerate(zip(self._ends, self._sizes, strict=True)):
             chosen = inner[:, :, part].reshape(-1, num_slots * rank)
             out[:, end - size : end].add_(torch.mm(chosen, self._b[part].view(-1, size)))

@@ -265,11 +265,13 @@ class ModelRunner:
         return activations + logits + self._adapter_working_bytes() + OTHER_WORKING_BYTES
 
     def _adapter_working_bytes(self) -> int:
-        """What a pass takes for its adapters: A's products in all slots (three at a time), and one of B's."""
+        """What a pass takes for its adapters: A's products in all slots for three linears at a time (four of
+        them, one in float32), and one of B's.
+        """
         model = self.model_config
         inner = self.num_adapter_slots * self.config.max_adapter_rank
         widest = max(model.intermediate_size, model.hidden_size, model.num_heads * model.head_dim)
-        per_token = 3 * 3 * inner + widest if self.num_adapter_slots else 0
+        per_token = 3 * 5 * inner + widest if self.num_adapter_slots else 0
         return self.max_prefill_tokens * per_token * model.dtype.itemsize
 
     def available_memory(self) -> int:
