@@ -20,14 +20,17 @@ from rollout_engine.server import app, receiver, receivers
 from rollout_engine.server.engine_process import ENGINE_COMMAND
 from tests.faults import client, crowd, trainer
 from tests.faults.weights import load_model
-from weight_updater import gloo_child
+from weight_updater import gloo_child, gloo_parent
 
 
-def load(model_dir: Path) -> None:
-    """PARENT. The trainer's model, made by one thread."""
+def load(model_dir: Path | None) -> None:
+    """PARENT. What takes long, done by one thread; the trainer's model, if there are to be trainers."""
     torch.set_num_threads(1)
-    trainer.MODEL = load_model(model_dir)
-    assert transformers.AutoTokenizer is not None  # resolves what the front imports for a tokenizer
+    if model_dir is not None:
+        trainer.MODEL = load_model(model_dir)
+    # What engines and fronts import when they need it.
+    assert transformers.AutoTokenizer is not None
+    assert transformers.AutoConfig is not None
     assert len(os.listdir("/proc/self/task")) == 1, "the imports started a thread"
 
 
@@ -41,7 +44,7 @@ def front(fds: list[int], *, control: mmap.mmap, stub: str, config: dict, ready_
 
 def engine(fds: list[int], *, control: mmap.mmap, stub: str, words: list[str]) -> int:
     """The engine process of a front; its group children come from the nursery as well."""
-    sys.executable = stub
+    gloo_parent.CHILD_COMMAND = (stub, *gloo_parent.CHILD_COMMAND[1:])
     os.preadv = _faulty_reads(control, os.preadv)  # type: ignore[assignment]
     return engine_main.main(_take_over(fds, words))
 

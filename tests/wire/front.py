@@ -55,7 +55,7 @@ class Front:
         entries = [json.loads(line) for line in self._log.read_text().splitlines()]
         return [entry for entry in entries if kind in (None, entry["type"])]
 
-    def wait_for(self, kind: str, count: int = 1, timeout_s: float = 5.0) -> list[dict[str, Any]]:
+    def wait_for(self, kind: str, count: int = 1, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
         """Wait until the fake engine has received `count` commands of a kind."""
         wait_until(lambda: len(self.commands(kind)) >= count, timeout_s, f"{count} {kind}")
         return self.commands(kind)
@@ -63,7 +63,7 @@ class Front:
     def wait_idle(self) -> None:
         """Wait until the front knows of no live request."""
         requests = self.running.engine.requests
-        wait_until(lambda: self.on_loop(lambda: len(requests)) == 0, 2.0, "no live request")
+        wait_until(lambda: self.on_loop(lambda: len(requests)) == 0, TIMEOUT_S, "no live request")
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         """Run a function on the front's event loop."""

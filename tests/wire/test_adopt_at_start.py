@@ -92,11 +92,11 @@ def test_the_trainers_death_is_seen_although_it_never_called(model_dir, tmp_path
     )
     try:
         assert child.stdout.readline() == "written\n"
-        with serve(model_dir, "--weights", f"ipc:{descriptor}", "--num-pages", "64") as engine:
+        with serve(model_dir, "--weights", f"ipc:{descriptor}", "--num-pages", "64", forked=True) as engine:
             assert len(engine.greedy(PROMPT, ignore_eos=True).token_ids) == 8
             child.kill()
             child.wait()
-            until(lambda: engine.rollout.info().state.status == "not_serving", "the engine notices", 1.0)
+            until(lambda: engine.rollout.info().state.status == "not_serving", "the engine notices", 5.0)
             assert "gone" in engine.rollout.info().state.not_serving_reason
             model = load_reference(model_dir)
             version = push_weights(ModuleSource(model), engine.weights).version
@@ -115,7 +115,7 @@ def _segments_of(descriptor: Path) -> list[str]:
 
 
 def _start(model_dir: Path, descriptor: Path) -> None:
-    with serve(model_dir, "--weights", f"ipc:{descriptor}", "--num-pages", "64"):
+    with serve(model_dir, "--weights", f"ipc:{descriptor}", "--num-pages", "64", forked=True):
         pass
 
 
