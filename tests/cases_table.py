@@ -5,7 +5,7 @@
 tests/cases_list.toml has every case: letter and title, and under [open] what of it is not shown yet, which
 fails the run. A test says which cases it shows by `@pytest.mark.case("B001")`. tests/cases.toml has what is
 about something that rollsync is not meant to have: whole cases, or a named part of one whose rest has tests,
-each with its reason. A case without tests that is not there, or with tests that is there whole, fails the run.
+each with its reason. A case without tests that is not there, or with tests that is there whole, fails it.
 """
 
 from __future__ import annotations

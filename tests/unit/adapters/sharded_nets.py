@@ -93,7 +93,7 @@ def tensor_parallel(net: nn.Module) -> nn.Module:
 
 
 def tensor_parallel_transformer(model: Any) -> nn.Module:
-    """A causal model of transformers: heads and rows over the ranks, and the vocabulary, which its head shares."""
+    """A causal model of transformers: heads, rows and the vocabulary over the ranks, its head tied again."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
