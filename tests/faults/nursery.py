@@ -182,7 +182,8 @@ class _Parent:
         if data[:1] != b"{":  # a stub
             words = data.decode().split("\0")[1:]
             module = words[words.index("-m") + 1]
-            self._fork(link, module.rpartition(".")[2], {"words": words}, fds)
+            role = module.rpartition(".")[2]
+            self._fork(link, role if role in self._roles else "module", {"words": words}, fds)
             return
         request = json.loads(data)
         if "role" in request:

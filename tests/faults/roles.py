@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import runpy
 import socket
 import sys
 import time
@@ -62,6 +63,15 @@ def group_child(fds: list[int], *, control: mmap.mmap, stub: str, words: list[st
     return 0
 
 
+def module(fds: list[int], *, control: mmap.mmap, stub: str, words: list[str]) -> int:
+    """Any module, as `python -m` runs it."""
+    arguments, name = _take_over(fds, words), words[words.index("-m") + 1]
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    return 0
+
+
 def _take_over(fds: list[int], words: list[str]) -> list[str]:
     """Make the stub's standard streams ours; gives its arguments, with the descriptors' numbers here."""
     for number, fd in enumerate(fds[:3]):
@@ -102,6 +112,7 @@ ROLES: dict[str, Callable[..., int]] = {
     "engine_main": engine,
     "gloo_child": group_child,
     "receiver": receive,
+    "module": module,
     "trainer": _talking(trainer.main),
     "client": _talking(client.main),
     "crowd": _talking(crowd.main),

@@ -19,12 +19,14 @@ from rollout_engine.config import ServeConfig
 from rollout_engine.server import app
 from rollout_engine.v1 import rollout_pb2 as pb
 from rollout_engine.v1 import rollout_pb2_grpc, weights_pb2_grpc
+from tests.preloaded import interpreter
 
 TIMEOUT_S = 20.0
 
 
-def engine_command(script: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "tests.wire.fake_engine", json.dumps(script)]
+def engine_command(script: dict[str, Any], *, forked: bool = False) -> list[str]:
+    """The fake engine as a process of its own; forked, it gets another environment than the front gave it."""
+    return [interpreter() if forked else sys.executable, "-m", "tests.wire.fake_engine", json.dumps(script)]
 
 
 class Front:
@@ -82,7 +84,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *, config: dict[str, Any] | None = None, **script: Any) -> Iterator[Front]:
+def serving(
+    directory: Path, *, config: dict[str, Any] | None = None, forked: bool = True, **script: Any
+) -> Iterator[Front]:
     """Serve a fake engine with `script` (see fake_replies.Script) from a model directory."""
     log = directory / f"engine-{time.monotonic_ns()}.log"
     log.touch()
@@ -90,7 +94,7 @@ def serving(directory: Path, *, config: dict[str, Any] | None = None, **script: 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    command = engine_command({"log": str(log), **script})
+    command = engine_command({"log": str(log), **script}, forked=forked)
     try:
         starting = asyncio.run_coroutine_threadsafe(app.start(settings, engine_command=command), loop)
         running = starting.result(TIMEOUT_S)

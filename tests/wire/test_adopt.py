@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.engines import RunningEngine, serve
+from tests.preloaded import interpreter
 from tests.tiny import load_reference, make_tiny
 from tests.wire.trainer import (
     PROMPT,
@@ -235,7 +235,7 @@ def test_an_engine_whose_arena_is_closed_stops_serving(engine, model):
 @pytest.mark.parametrize("while_writing", [False, True])
 def test_the_trainers_death_is_seen_within_a_second(while_writing, engine, model, model_dir):
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.wire.adopting_trainer", engine.address, str(model_dir)],
+        [interpreter(), "-m", "tests.wire.adopting_trainer", engine.address, str(model_dir)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
