@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,12 @@ from pathlib import Path
 from tests.faults.nursery import nursery
 
 _open = contextlib.ExitStack()
-atexit.register(_open.close)
+
+
+@atexit.register
+def _close(owner: int = os.getpid()) -> None:
+    if os.getpid() == owner:  # and not a fork of it
+        _open.close()
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch
 from rollout_engine import messages as m
 from rollout_engine.errors import EngineError
 from rollout_engine.errors import Reason as EngineReason
+from tests import pairwise
 from tests.cases.common import EMBED, HEAD, NORM, Q, Tensors, assert_serves, live, stored, trained
 from tests.desk import WAIT_S, Desk, Running, chunks_of, desk
 from tests.tiny import make_tiny
@@ -219,9 +220,7 @@ STAGES = {
 
 
 @pytest.mark.case("B063")
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("staging", STAGINGS)
-@pytest.mark.parametrize("way", WAYS)
+@pairwise.parametrize(way=WAYS, staging=STAGINGS, stage=STAGES)
 def test_whatever_fails_the_engine_answers_again(
     way, staging, stage, engine, ways, tied_dir, weights, monkeypatch
 ):
