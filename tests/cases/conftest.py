@@ -19,7 +19,7 @@ from weight_updater import gloo_parent
 @pytest.fixture(scope="session")
 def tied_dir(tmp_path_factory) -> Path:
     """A tiny Llama with a tied head, of which the file has the embedding only, float32. Read only."""
-    return make_tiny(tmp_path_factory.mktemp("tied-llama"), "llama", tied=True)
+    return make_tiny(tmp_path_factory.mktemp("tied-llama"), "llama", tied=True, context_length=2048)
 
 
 @pytest.fixture(scope="package", autouse=True)
