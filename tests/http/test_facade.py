@@ -43,7 +43,7 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir, root) -> Iterator[RunningEngine]:
-    with serve(model_dir, "--weights-root", str(root), "--num-pages", "64") as running:
+    with serve(model_dir, "--weights-root", str(root), "--num-pages", "64", forked=True) as running:
         yield running
 
 
@@ -358,7 +358,7 @@ def test_bad_input_is_named_and_the_facade_goes_on(path, body, status, reason, t
 
 def test_the_token_is_wanted_of_http_callers_too(model_dir):
     with (
-        serve(model_dir, "--num-pages", "16", token="secret") as engine,
+        serve(model_dir, "--num-pages", "16", token="secret", forked=True) as engine,
         facade(engine.address, "secret") as url,
     ):
         assert fetch(url, "/server_info")[0] == 401

@@ -209,9 +209,10 @@ def test_receivers_that_cannot_be_reached_are_done_without(engine, model, monkey
     with Walled(engine.address) as walled, TensorStream(chunk_bytes=SMALL) as sender:
         version = push_weights(source, walled, via=sender).version
         assert caplog.text.count("cannot be reached") == 2
+        monkeypatch.setattr(send_tensor, "CONNECT_SECONDS", 30.0)
         start = time.monotonic()
         push_weights(source, walled, via=sender)
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 15.0
         assert caplog.text.count("cannot be reached") == 2, "it is not tried again"
     assert_serves(engine, model, version + 1)
 
@@ -319,7 +320,7 @@ def test_an_abort_ends_streams_that_wait(engine, model):
         start = time.monotonic()
         assert engine.weights.abort(halves.begun.update_id) is True
         assert set(halves.reasons()) <= {"UNKNOWN_UPDATE", "PEER_LOST"}
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 10.0
     assert_serves(engine, model, push(source, engine).version)
 
 
