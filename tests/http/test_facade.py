@@ -11,6 +11,7 @@ import pytest
 
 from tests.engines import serve
 from tests.http.facade import Answer, facade, fetch
+from tests.programs import run_program
 from tests.tiny import make_tiny
 from tests.wire.trainer import PROMPT, checksums_of, reference_tokens, snapshot, train
 from trainers_adapters import ModuleSource
@@ -226,6 +227,16 @@ def test_state_in_both_dialects(call, engine, model_dir):
     assert call("/v1/loads")[1][0]["num_reqs"] == 0
     assert call("/health_generate")[0] == 200
     assert call("/flush_cache")[1]["success"]
+
+
+def test_the_program_of_the_documentation(engine, model_dir, root, tmp_path):
+    before = engine.rollout.info().weight_version
+    with facade(engine.address) as url:
+        printed = run_program(
+            "http.md", tmp_path, MODEL=str(model_dir), WEIGHTS_ROOT=str(root), ROLLSYNC_HTTP=url
+        )
+    versions = [line.split(":")[0] for line in printed.splitlines()]
+    assert versions == [f"weight version {before + step}" for step in (1, 2, 3)]
 
 
 # ---------------------------------------------------------------- what is refused
