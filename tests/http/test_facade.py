@@ -13,7 +13,7 @@ from tests.engines import serve
 from tests.http.facade import Answer, facade, fetch
 from tests.programs import run_program
 from tests.tiny import make_tiny
-from tests.wire.trainer import PROMPT, checksums_of, reference_tokens, snapshot, train
+from tests.wire.trainer import PROMPT, InFlight, checksums_of, reference_tokens, snapshot, train
 from trainers_adapters import ModuleSource
 from weight_updater.groups import SenderGroup
 from weight_updater.safetensors_io import save_weights
@@ -215,6 +215,23 @@ def test_vllm_pause_resume_sleep_and_wake(call, engine, root, trained):
     assert call("/update_weights", {"weight_dir": directory})[0] == 200
     assert call("/health") == (200, {"status": "serving"})
     assert call("/is_sleeping") == (200, {"is_sleeping": False})
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_vllm_resets_what_runs_with_the_cache(paused, call, engine):
+    """As SkyRL asks for after an update: what is frozen, or runs, is computed anew."""
+    expected = engine.greedy(PROMPT, max_tokens=300, ignore_eos=True).token_ids
+    stream = InFlight(engine, 300)
+    if paused:
+        assert call("/pause?mode=keep", {})[0] == 200
+    before = engine.rollout.info().state.num_free_pages
+    assert call("/reset_prefix_cache", {"reset_running_requests": True})[0] == 200
+    if paused:
+        state = engine.rollout.info().state
+        assert (state.status, state.num_free_pages) == ("paused", state.num_total_pages)
+        assert before < state.num_total_pages
+        assert call("/resume", {})[0] == 200
+    assert stream.end().token_ids == expected
 
 
 def test_state_in_both_dialects(call, engine, model_dir):

@@ -131,12 +131,15 @@ class Engine:
         names = live.keys() | self.snapshot.keys()
         return sorted(name for name in names if live.get(name) != self.snapshot.get(name))
 
-    async def recompute_running(self) -> None:
-        """Take the pages of what runs or is frozen: it is computed anew, by the weights live then."""
+    async def flush_with_running(self) -> int:
+        """Drop the cache, and the pages of what runs or is frozen, which is then computed anew."""
         paused = bool((await self.rollout.info()).state.paused_by)
         await self.rollout.pause("retract")
-        if not paused:
-            await self.rollout.resume()
+        try:
+            return await self.rollout.flush_cache()
+        finally:
+            if not paused:
+                await self.rollout.resume()
 
 
 def engine_of(request: HttpRequest) -> Engine:

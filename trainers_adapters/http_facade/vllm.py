@@ -212,7 +212,7 @@ async def is_sleeping(engine: OfEngine) -> dict[str, bool]:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(engine: OfEngine, body: ResetBody | None = None) -> dict[str, int]:
     if body is not None and body.reset_running_requests:
-        await engine.recompute_running()
+        return {"num_pages": await engine.flush_with_running()}
     return {"num_pages": await engine.rollout.flush_cache()}
 
 
