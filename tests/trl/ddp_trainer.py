@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m tests.trl.ddp_trainer ADDRESS MODEL OUT [OPTIONS]
 
 With --kill PID, rank 0 kills that process (the engine) after the second step, and the ranks wait --restart-s
-seconds for another. With --fsdp the model is sharded by that version of FSDP, else each rank has it whole.
+seconds for another. With --fsdp2 the model is sharded, else each rank has it whole.
 """
 
 from __future__ import annotations
@@ -64,14 +64,11 @@ class Ranked(Learned):
             os.kill(self._pid, signal.SIGKILL)
 
 
-def sharding(version: int) -> dict[str, Any]:
-    """The trainer's settings for FSDP, each of the model's layers a unit."""
-    layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    return {
-        "fsdp": "full_shard auto_wrap",
-        "fsdp_config": {"version": version, "use_orig_params": True, **layers},
-        "gradient_checkpointing": False,
-    }
+FSDP2 = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+    "gradient_checkpointing": False,
+}
 
 
 def main() -> None:
@@ -81,9 +78,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--kill", type=int, default=0)
     parser.add_argument("--restart-s", type=float, default=60.0)
-    parser.add_argument("--fsdp", type=int, default=0)
+    parser.add_argument("--fsdp2", action="store_true")
     args = parser.parse_args()
-    if args.fsdp:
+    if args.fsdp2:
         from tests.trl.fsdp_on_cpu import install
 
         install()
@@ -97,7 +94,7 @@ def main() -> None:
         per_device_train_batch_size=PER_RANK,
         max_steps=NUM_STEPS,
         ddp_backend="gloo",
-        **(sharding(args.fsdp) if args.fsdp else {}),
+        **(FSDP2 if args.fsdp2 else {}),
     )
     error, started = "", time.monotonic()
     with attach(reward.trainer, args.address, restart_s=args.restart_s):
