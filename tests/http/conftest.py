@@ -32,7 +32,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def engine(model_dir: Path, root: Path) -> Iterator[RunningEngine]:
-    with serve(model_dir, "--weights-root", str(root), "--num-pages", "64") as running:
+    with serve(model_dir, "--weights-root", str(root), "--num-pages", "64", forked=True) as running:
         yield running
 
 

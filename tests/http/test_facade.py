@@ -326,8 +326,9 @@ def test_bad_input_is_named_and_the_facade_goes_on(path, body, status, reason, t
 
 def test_an_engine_with_a_token_and_no_tokenizer(tmp_path):
     """The token is wanted of HTTP callers, too; ids are served without their text."""
+    model_dir = make_tiny(tmp_path / "qwen3", "qwen3")
     with (
-        serve(make_tiny(tmp_path / "qwen3", "qwen3"), "--num-pages", "16", token="secret", forked=True) as engine,
+        serve(model_dir, "--num-pages", "16", token="secret", forked=True) as engine,
         facade(engine.address, "secret") as url,
     ):
         assert fetch(url, "/server_info")[0] == 401

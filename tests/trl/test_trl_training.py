@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from tests.tiny_chat import ENDING_IDS
 from tests.trl.trainers import (
-    ENDING_IDS,
     MAX_TOKENS,
     NUM_GENERATIONS,
     STEPS,
