@@ -56,7 +56,10 @@ def _entries(text: str, separator: str) -> list[Any]:
 class ServeConfig(BaseSettings):
     """Everything `rollsync serve` can be told. Bytes and seconds unless a name says otherwise."""
 
-    model_config = SettingsConfigDict(env_prefix="ROLLSYNC_", frozen=True, extra="forbid")
+    # Inputs are hidden in errors: the token is one of them.
+    model_config = SettingsConfigDict(
+        env_prefix="ROLLSYNC_", frozen=True, extra="forbid", hide_input_in_errors=True
+    )
 
     model: Path
     """Directory with config.json, safetensors and (for text) tokenizer.json."""
@@ -172,6 +175,21 @@ class ServeConfig(BaseSettings):
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
+
+    @field_validator("token")
+    @classmethod
+    def _can_be_sent(cls, token: SecretStr | None) -> SecretStr | None:
+        text = "" if token is None else token.get_secret_value()
+        if token is not None and not text:
+            raise ValueError(
+                "is empty, which would let everybody in; unset it (ROLLSYNC_TOKEN), or choose one"
+            )
+        if not (text.isascii() and text.isprintable() and text == text.strip()):
+            raise ValueError(
+                "has characters that no header can carry: use printable ASCII, without spaces or a line "
+                "break at its ends"
+            )
+        return token
 
     @field_validator("capture_batch_sizes", "capture_prefill_tokens", mode="before")
     @classmethod

@@ -45,6 +45,10 @@ class Player:
             self.play(Round(path, "host", "committed", "none", 7), check=False)
         self._stand.take_baseline()
 
+    def log(self) -> str:
+        """The end of what the processes have logged."""
+        return self._stand.nursery.log.read_text()[-4000:]
+
     def play(self, round_: Round, *, check: bool = True) -> Outcome:
         """One round.
 

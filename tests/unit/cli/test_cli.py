@@ -131,6 +131,9 @@ def test_a_list_that_cannot_be_read_is_exit_code_2_and_says_which(name: str, sai
         (["generate", "--ids", "one"], "--ids"),
         (["reload", "/x", "--staging", "attic"], "attic"),
         (["status", "--watch", "--json"], "--watch"),
+        (["http", "--host", "0.0.0.0"], "token"),
+        (["http", "--host", "0.0.0.0", "--token", ""], "token"),
+        (["serve", "--model", "/m", "--token", ""], "token"),
         (["fly"], "fly"),
     ],
 )
