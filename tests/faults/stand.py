@@ -19,6 +19,8 @@ from weight_updater.shm import sweep
 LEASE_S = 0.8
 UPLOAD_LEASE_S = 1.5
 """How long the engine waits for the next chunk of a stream: its own lease, not an update's."""
+RECEIVERS = 2
+"""Processes that take chunk streams, at ports of their own."""
 WORKERS = 4
 """Threads of the engine's pool, which start when they are needed and stay."""
 GIVEN_BACK_S = 6.0
@@ -54,7 +56,7 @@ class Stand:
             "num_threads": 1,
             "num_pages": self._num_pages,
             "upload_slots": 4,
-            "stream_receivers": 2,
+            "stream_receivers": RECEIVERS,
             "max_message_bytes": 64 << 10,
             "weights_roots": [str(self.work_dir)],
             "reserve_device_staging": True,
