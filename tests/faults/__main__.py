@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.faults.nursery import Nursery, nursery
-from tests.faults.play import Player
+from tests.faults.play import Outcome, Player
 from tests.faults.rounds import Round, endless, parse
 from tests.faults.stand import Stand
 from tests.faults.verdict import Ledger
@@ -112,7 +112,9 @@ def _soak(player: Player, rounds: Iterator[Round], deadline: float, held: Counte
         for round_ in rounds:
             if time.monotonic() > deadline:
                 return
-            _play(player, round_)
+            if not _play(player, round_).stopped and round_.strike != "full":
+                print(f"not counted, the strike found nobody: {round_.line}", flush=True)
+                continue
             held[round_.key] += 1
             unsaved[round_.key] += 1
             if unsaved.total() == SAVE_EVERY:
@@ -127,10 +129,10 @@ def _soak(player: Player, rounds: Iterator[Round], deadline: float, held: Counte
             add_counts(unsaved)
 
 
-def _play(player: Player, round_: Round) -> None:
+def _play(player: Player, round_: Round) -> Outcome:
     started = time.monotonic()
     try:
-        player.play(round_)
+        return player.play(round_)
     except BaseException:
         seconds = time.monotonic() - started
         print(f"FAILED after {seconds:.1f} s; repeat it by\n  {round_.line}\n{player.log()}", flush=True)

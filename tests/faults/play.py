@@ -24,7 +24,11 @@ FETCHED = ("disk", "segment", "ipc")
 
 @dataclass
 class Outcome:
-    """What was seen in a round. ended: what the trainer reported last, if it lived to do so."""
+    """What was seen in a round.
+
+    stopped: the trainer came to the stage where it was to be struck. ended: what it reported last, if it
+    lived to do so.
+    """
 
     stopped: bool = False
     ended: dict = field(default_factory=dict)
