@@ -44,6 +44,7 @@ def http(
     tls_key: KeyOption = None,
 ) -> None:
     """Serve HTTP for trainers that speak SGLang's or vLLM's reinforcement-learning paths."""
+    token = token or None  # an empty one would let in whoever sends none
     if token is None and not _is_loopback(host):
         message = f"--host {host} is not loopback: set a token (ROLLSYNC_TOKEN), as the engine does"
         fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
