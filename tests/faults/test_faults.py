@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.faults.__main__ import player_on
+from tests.faults.__main__ import add_counts, player_on, read_counts
 from tests.faults.play import Player
 from tests.faults.rounds import PATHS, STAGES, STAGINGS, all_kinds, pairwise, parse
 
@@ -55,3 +57,15 @@ def test_the_rounds_of_a_run_cover_all_pairs():
     assert {kind[0] for kind in kinds} == set(PATHS)
     assert {kind[1] for kind in kinds} == set(STAGINGS)
     assert {kind[2] for kind in kinds} == set(STAGES)
+
+
+def test_counts_of_many_processes_at_once_add_up_and_are_never_half_a_file(tmp_path):
+    path, rounds = tmp_path / "counts.json", [round_.key for round_ in pairwise(1, at_least=40)]
+    add_counts(Counter(rounds), path)
+    with ThreadPoolExecutor(4) as pool:
+        adding = [pool.submit(add_counts, Counter([rounds[0]] * 2), path) for _ in range(50)]
+        while not all(one.done() for one in adding):
+            assert read_counts(path).total() >= len(rounds)
+        assert max(one.result() for one in adding) == len(rounds) + 100
+    assert read_counts(path) == Counter(rounds) + Counter({rounds[0]: 100})
+    assert os.listdir(tmp_path) == ["counts.json"]

@@ -87,10 +87,15 @@ def test_a_pause_that_could_never_end_is_refused(engine):
 
 
 @pytest.mark.case("B054")
-def test_the_cache_is_flushed_only_when_idle(engine):
+def test_the_cache_is_flushed_only_while_nothing_holds_it(engine):
     stream = InFlight(engine)
     assert reason_of(engine.rollout.flush_cache) == "BUSY"
-    stream.end()
+    engine.rollout.pause("retract")
+    engine.rollout.flush_cache()
+    state = engine.rollout.info().state
+    assert (state.num_free_pages, state.num_waiting) == (state.num_total_pages, 1)
+    engine.rollout.resume()
+    assert stream.end().finish_reason == "length"
     assert engine.greedy(PROMPT).num_cached_tokens == 32
     assert engine.rollout.flush_cache() > 0
     state = engine.rollout.info().state

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import msgspec
@@ -233,6 +234,31 @@ def test_a_receiver_without_a_front_or_an_engine_ends():
     assert process.wait(20) == 1
     assert "the engine process closed its connection" in process.stderr.read()
     ours.close()
+
+
+def test_one_stream_above_the_limit_is_refused_until_one_has_ended():
+    engine, end = Engine(), threading.Event()
+
+    def stream() -> Iterator[pb.UpdateWeightsFromTensorRequest]:
+        yield header()
+        end.wait(20)
+
+    with receiving(engine, max_streams=2) as address, stub_of(address) as stub:
+        with ThreadPoolExecutor(2) as pool:
+            streams = [pool.submit(stub.UpdateWeightsFromTensor, stream(), timeout=20) for _ in range(2)]
+            deadline = time.monotonic() + 10
+            while len(engine.of(m.Update)) < 2:
+                assert time.monotonic() < deadline, "two streams are not open"
+                time.sleep(0.005)
+            for _ in range(3):
+                with pytest.raises(grpc.RpcError) as caught:
+                    stub.UpdateWeightsFromTensor(iter([header()]), timeout=10)
+                assert reason_of(caught.value) == (CODE.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS", "engine")
+                assert caught.value.details().startswith("2 weight streams are open")
+            end.set()
+            assert {one.result(20).state for one in streams} == {pb.UPDATE_STATE_RECEIVED}
+        last = stub.UpdateWeightsFromTensor(iter([header()]), timeout=10)
+        assert last.state == pb.UPDATE_STATE_RECEIVED
 
 
 class Leaving:
