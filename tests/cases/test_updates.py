@@ -142,6 +142,8 @@ def test_every_token_carries_the_version_that_sampled_it(way, inflight, engine, 
         assert len(labels) == len(running.tokens(index)) == 400
         assert labels == sorted(labels)
         assert sorted(set(labels)) == versions
+        counted = [(version, labels.count(version)) for version in versions]
+        assert running.parts[index][-1].record.versions == counted, "so does the record of the request"
 
 
 @pytest.mark.case("B071")
