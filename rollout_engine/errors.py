@@ -23,6 +23,7 @@ class Reason(StrEnum):
     ASLEEP = "ASLEEP"  # released memory
     BUSY = "BUSY"  # needs an idle engine
     QUEUE_FULL = "QUEUE_FULL"
+    TOO_MANY_STREAMS = "TOO_MANY_STREAMS"  # as many calls of this kind are open as may be
     NO_TOKENIZER = "NO_TOKENIZER"  # text asked for, but the model directory has no tokenizer.json
     UNKNOWN_NAME = "UNKNOWN_NAME"  # no such weight
     MODEL_INVALID = "MODEL_INVALID"  # a model directory that cannot be served

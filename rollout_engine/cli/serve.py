@@ -55,6 +55,14 @@ def serve(
     stream_receivers: Annotated[
         int | None, _flag("Processes that take chunks of weights at ports of their own.")
     ] = None,
+    max_generate_streams: Annotated[int | None, _flag("Generating calls that may be open at once.")] = None,
+    max_weight_streams: Annotated[int | None, _flag("Streams of weights that may be open at once.")] = None,
+    max_watch_streams: Annotated[
+        int | None, _flag("Watchers of the state that may be there at once.")
+    ] = None,
+    max_health_streams: Annotated[
+        int | None, _flag("Watchers of health, who need no token, at once.")
+    ] = None,
     weights_roots: Annotated[
         list[Path] | None, _flag("Disk updates may read below it; repeatable.", "--weights-root")
     ] = None,

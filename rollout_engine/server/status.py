@@ -45,6 +45,7 @@ ENGINE_CODES: dict[EngineReason, grpc.StatusCode] = {
     EngineReason.ASLEEP: Code.FAILED_PRECONDITION,
     EngineReason.BUSY: Code.FAILED_PRECONDITION,
     EngineReason.QUEUE_FULL: Code.RESOURCE_EXHAUSTED,
+    EngineReason.TOO_MANY_STREAMS: Code.RESOURCE_EXHAUSTED,
     EngineReason.NO_TOKENIZER: Code.FAILED_PRECONDITION,
     EngineReason.UNKNOWN_NAME: Code.NOT_FOUND,
     EngineReason.MODEL_INVALID: Code.FAILED_PRECONDITION,

@@ -109,7 +109,7 @@ def test_another_shape_is_refused_before_a_byte_moves(shape, partial, engine, wa
         sides = (
             f"{name} has shape {list(new[name].shape)}, the model's {name} has {list(weights[name].shape)}"
         )
-        assert refused.value.message == sides
+        assert refused.value.message.partition("; if that is one rank's shard")[0] == sides
     assert live(engine) == before
     assert engine.generate(PROMPT).tokens() == tokens
 
