@@ -71,8 +71,10 @@ def test_a_part_that_never_comes_ends_the_session(staging, lost, engine, weights
         lambda chunk: order[chunk[0]] != lost or not chunk[1],
     ):
         for skips in (True, False):
-            begin = BeginUpdate(Path.TENSOR, manifest=manifest_of(new), staging=staging, skip_checksums=skips)
-            begun = engine.begin(begin)
+            request = BeginUpdate(
+                Path.TENSOR, manifest=manifest_of(new), staging=staging, skip_checksums=skips
+            )
+            begun = engine.begin(request)
             engine.stream(begun.update_id, filter(keep, chunks_of(new, 512)))
             with pytest.raises(
                 UpdateRefused, match=f"1 of .* tensors have not arrived whole; the first is {lost}"
