@@ -12,7 +12,7 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutReplica
 
 from trainers_adapters.frameworks.verl_names import check_names
-from trainers_adapters.frameworks.verl_server import RollsyncServer
+from trainers_adapters.frameworks.verl_parts.server import RollsyncServer
 from trainers_adapters.frameworks.verl_settings import NAME, check_config
 
 
