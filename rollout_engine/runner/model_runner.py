@@ -35,7 +35,6 @@ from rollout_engine.runner.prefill_graph import PrefillCudaGraphRunner
 from rollout_engine.runner.warm_up import warm_up
 from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
-from weight_updater.heap import keep_freed_buffers
 from weight_updater.preloaded import PreloadedWeights
 
 log = get_log(__name__)
@@ -86,7 +85,6 @@ class ModelRunner:
             torch.cuda.set_device(self.device)  # events and kernels outside of forward passes go there, too
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        keep_freed_buffers()  # those of a step on a CPU; else each step would have the kernel zero them again
         self.model_config = ModelConfig.from_directory(
             config.model, known=tuple(MODELS), dtype=config.dtype, context_length=config.context_length
         )

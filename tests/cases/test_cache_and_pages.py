@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from rollout_engine import messages as m
 from rollout_engine.errors import EngineError
@@ -45,6 +46,26 @@ def test_the_same_prompt_under_new_weights_finds_nothing(
     assert again.num_cached == 0
     assert again.tokens() == reference_tokens(reference(tied_dir, new), PROMPT, 16)
     assert engine.generate(PROMPT).num_cached == 32
+
+
+@pytest.mark.case("B060")
+@pytest.mark.parametrize("shortest", [5, 20, 40])
+def test_a_step_follows_page_tables_that_grow_and_batches_that_shrink(
+    shortest, engine, tied_dir, weights, ways
+):
+    """Eight sequences over several borders of pages, of which five end early; graphs are in tests/gpu."""
+    new = trained(weights)
+    ways.push("segment", new)
+    prompts = [[3 + i, *PROMPT][: 1 + 6 * i] for i in range(8)]  # 1 to 43 tokens: borders come at all times
+    lengths = [shortest + i if i % 3 else 70 for i in range(8)]
+    running = [engine.submit(p, max_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+    model = reference(tied_dir, new)
+    for prompt, length, request in zip(prompts, lengths, running, strict=True):
+        tokens = request.end().tokens()
+        assert len(tokens) == length
+        with torch.no_grad():
+            best = model(torch.tensor([prompt + tokens])).logits[0].argmax(-1)
+        assert tokens == best[len(prompt) - 1 : -1].tolist(), "each is the best one after all before it"
 
 
 @pytest.mark.case("B053")

@@ -34,17 +34,15 @@ def player(parent, faults_model, faults_dir) -> Iterator[Player]:
 
 
 @pytest.mark.timeout(600)
-def test_every_fault_leaves_a_whole_version_or_says_so(player, capsys):
+def test_every_fault_leaves_a_whole_version_or_says_so(player, say):
     rounds = [parse(text) for text in FOUND] + pairwise(SEED, at_least=40)
     for number, round_ in enumerate(rounds):
         try:
             player.play(round_)
         except BaseException:
-            with capsys.disabled():
-                print(f"\nround {number} of seed {SEED}; it alone is repeated by\n  {round_.line}")
+            say(f"round {number} of FAULTS_SEED={SEED} failed; it alone is repeated by {round_.line}")
             raise
-    with capsys.disabled():
-        print(f"\n{len(rounds)} rounds of faults held (FAULTS_SEED={SEED})")
+    say(f"{len(rounds)} rounds of faults held (FAULTS_SEED={SEED})")
 
 
 def test_the_rounds_of_a_run_cover_all_pairs():

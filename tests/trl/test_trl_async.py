@@ -12,7 +12,8 @@ from transformers import AttentionInterface, AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from tests.engines import Replaceable
-from tests.trl.trainers import ENDING_IDS, MAX_TOKENS, NUM_GENERATIONS, Learned, Seen, checksums_of, questions
+from tests.tiny_chat import ENDING_IDS
+from tests.trl.trainers import MAX_TOKENS, NUM_GENERATIONS, Learned, Seen, checksums_of, questions
 from trainers_adapters import ModuleSource
 from trainers_adapters.frameworks.live_engine import EngineLost
 from trainers_adapters.frameworks.trl_async import RolloutWorker, WeightTransfer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.engines import RunningEngine, serve
+from tests.preloaded import interpreter
 from tests.tiny import load_reference, make_tiny
 from trainers_adapters.errors import PushError, RollsyncError
 from trainers_adapters.push import push_weights
@@ -259,7 +259,7 @@ def test_a_sender_killed_half_way(path, staging, engine, senders, trainer, model
     old_version = before.weight_version
     killed = subprocess.run(
         [
-            sys.executable,
+            interpreter(),
             "-m",
             "tests.wire.half_sender",
             engine.address,

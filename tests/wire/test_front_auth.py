@@ -118,7 +118,7 @@ def test_the_token_is_in_no_answer_error_log_or_child(front, caplog, capfd):
 @pytest.mark.case("B052")
 def test_the_engine_gets_no_secret_and_no_environment_of_ours(tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLSYNC_TOKEN", SENTINEL)
-    with serving(tmp_path) as front:
+    with serving(tmp_path, forked=False) as front:
         assert front.running.config.token.get_secret_value() == SENTINEL
         (first,) = front.commands("config")
         assert first["env"] == []

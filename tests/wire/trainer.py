@@ -121,7 +121,7 @@ def assert_serves(engine: RunningEngine, model, version: int) -> None:
     assert completion.weight_versions == [version] * 8
 
 
-def until(holds: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+def until(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
     """Wait until something holds that another process is about to do."""
     deadline = time.monotonic() + seconds
     while not holds():

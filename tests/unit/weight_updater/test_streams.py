@@ -174,4 +174,4 @@ def test_seconds_of_streams_side_by_side_count_once() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert 0.4 <= transfer.seconds < 0.8
+    assert 0.4 <= transfer.seconds < 1.5  # one after the other: 1.6 at least

@@ -1,0 +1,53 @@
+"""Tests of the verl adapter with the real verl: `make verl`, in an environment of its own.
+
+Where verl is not installed nothing here is even imported. verl's trainer runs on the platform of
+cpu_platform.py, in Ray's processes on this machine, placed by GPUs that are not there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+os.environ |= {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "tests.verl.cpu_platform",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "PYTHONPATH": str(REPOSITORY),
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Ray on this machine, with three GPUs that are not there."""
+    import ray
+
+    ray.init(
+        num_cpus=16,
+        num_gpus=3,
+        include_dashboard=False,
+        object_store_memory=256 << 20,
+        _temp_dir=str(tmp_path_factory.getbasetemp() / "ray")[:60],
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def chat_model_dir(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
+    """A tiny random Llama with SmolLM2's tokenizer and chat template, float32. Read only."""
+    from tests.tiny_chat import make_chat_model
+
+    return make_chat_model(tmp_path_factory.mktemp("tiny-chat"), smollm2_dir)
