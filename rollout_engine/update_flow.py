@@ -241,6 +241,8 @@ class UpdateFlow:
             self._interrupt_ended()
             self._release_device()
             raise
+        finally:
+            del error  # it refers to this frame, and to the worker's, with the memory that was read there
 
     def _clear_the_way(self, receive: Receive) -> Flow:
         """Park the device for bytes that go straight to live slots. Of streams side by side the first does it

@@ -8,6 +8,7 @@ turns it into a status code. An update has exactly three ends: refused (nothing 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
 
 class Reason(StrEnum):
@@ -56,6 +57,12 @@ class UpdateError(Exception):
         super().__init__(message)
         self.reason = reason
         self.message = message
+
+    def again(self) -> Self:
+        """The same error, never raised. An error that was raised refers to the frames that it passed, and so
+        to the memory they worked on: one that is kept for later must be kept like this.
+        """
+        return type(self)(self.reason, self.message)
 
 
 class UpdateRefused(UpdateError):

@@ -118,7 +118,9 @@ def test_sequences_of_an_adapter_are_held_back_while_others_start():
 
 
 @pytest.mark.case("B053")
-def test_pages_of_mixed_commits_never_enter_the_cache():
+@pytest.mark.parametrize("retired", [True, False])
+def test_pages_of_mixed_commits_never_enter_the_cache(retired):
+    """Whether or not the cache still has the older commit's tree, in which they would hang."""
     bounds = limits()
     scheduler, runner = Scheduler(bounds), FakeRunner(bounds)
     one = sequence(0, list(range(1, 10)), max_tokens=20)
@@ -126,7 +128,7 @@ def test_pages_of_mixed_commits_never_enter_the_cache():
     for commit in [1] * 4 + [2] * 30:
         if (batch := scheduler.schedule(commit, commit)) is None:
             break
-        if commit == 2:
+        if commit == 2 and retired:
             scheduler.on_commit(2)
         scheduler.process(batch, runner.forward(batch))
     assert [span.start for span in one.spans] == [0, 4]
