@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -193,12 +195,51 @@ def test_reflection_lists_the_services(tmp_path):
 
 @pytest.mark.case("B120")
 def test_pings_of_a_client_pass_through_a_long_silent_call(tmp_path):
-    """A default server drops a client that pings ten times a second at once, even one that allows as many
-    as this one after its third.
-    """
-    options = (("grpc.keepalive_time_ms", 100), ("grpc.http2.max_pings_without_data", 0))
+    """A default server drops a client that pings every 0.4 s after about 3.5 s."""
+    options = (("grpc.keepalive_time_ms", 400), ("grpc.http2.max_pings_without_data", 0))
     with serving(tmp_path, delay_on={"FlushCache": 4.0}) as front:
         from rollout_engine.v1 import rollout_pb2_grpc
 
         stub = rollout_pb2_grpc.RolloutStub(front.connect(options))
         assert stub.FlushCache(pb.FlushCacheRequest(), timeout=20).num_pages == 7
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS, PING, GOAWAY = 4, 6, 7
+
+
+def frame(kind: int, payload: bytes = b"") -> bytes:
+    """A frame of HTTP/2 for the connection itself: length, kind, no flags, stream 0."""
+    return len(payload).to_bytes(3) + bytes([kind, 0]) + bytes(4) + payload
+
+
+def read_frames(raw: socket.socket) -> Iterator[tuple[int, int, bytes]]:
+    """(kind, flags, payload) of what comes, until the other side closes or says nothing for 5 s."""
+    with raw.makefile("rb") as stream:
+        while len(head := stream.read(9)) == 9:
+            yield head[3], head[4], stream.read(int.from_bytes(head[:3]))
+
+
+@pytest.mark.case("B120")
+@pytest.mark.parametrize("gap_s", [0.0, 0.05])
+def test_no_client_pings_too_often(gap_s, tmp_path):
+    """gRPC's own Python clients ping once a second at most, however they are told; others are not held back.
+
+    A default server says GOAWAY (too many pings) after the third.
+    """
+    with serving(tmp_path) as front:
+        host, _, port = front.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as raw:
+            raw.sendall(PREFACE + frame(SETTINGS))
+            sent = [number.to_bytes(8) for number in range(20)]
+            for payload in sent:
+                raw.sendall(frame(PING, payload))
+                time.sleep(gap_s)
+            answered = []
+            for kind, flags, payload in read_frames(raw):
+                assert kind != GOAWAY, payload
+                if kind == PING and flags & 1:
+                    answered.append(payload)
+                if len(answered) == len(sent):
+                    break
+            assert answered == sent
