@@ -22,6 +22,7 @@ FOUND = [
     "ipc / host / prepared / kill trainer / 95460",  # the dead trainer's memory stayed mapped
     "distributed / host / begun / kill trainer / 640349",  # its group's child lived on
     "tensor / none / transfer / kill receivers / 750237",  # the engine kept their sockets
+    "segment / device / transfer / abort update / 790987",  # the trainer's segment stayed mapped
 ]
 """Rounds that once showed a fault of the product."""
 
