@@ -148,7 +148,8 @@ def num_choices(descriptor: Descriptor, seen: tuple[str, ...] = ()) -> int:
 
 
 def fill(message: Any, payload: bytes, outer: int, inner: int, depth: int = 0) -> Any:
-    """Put a payload into every bytes and string field, at every depth; numbers become 1.
+    """Put a payload into every bytes and string field, at every depth. Numbers become 1, of what is
+    repeated there are two, so that an index of 1 leads somewhere.
 
     outer, inner: of each oneof the field that is set, counted around; in the message itself, and below.
     """
@@ -169,7 +170,8 @@ def fill(message: Any, payload: bytes, outer: int, inner: int, depth: int = 0) -
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
             if depth < 4 and not field.message_type.GetOptions().map_entry:
                 nested = getattr(message, field.name)
-                fill(nested.add() if field.is_repeated else nested, payload, outer, inner, depth + 1)
+                for one in (nested.add(), nested.add()) if field.is_repeated else (nested,):
+                    fill(one, payload, outer, inner, depth + 1)
             continue
         else:
             value = 1
