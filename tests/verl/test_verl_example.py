@@ -15,7 +15,12 @@ from tests.verl.settings import ON_CPU
 pytestmark = pytest.mark.verl
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-RAY = ("ray_kwargs.ray_init.num_cpus=16", "+ray_kwargs.ray_init.num_gpus=1")
+RAY = (
+    "ray_kwargs.ray_init.num_cpus=16",
+    "+ray_kwargs.ray_init.num_gpus=1",
+    "+ray_kwargs.ray_init.include_dashboard=false",
+    "+ray_kwargs.ray_init.object_store_memory=268435456",
+)
 
 
 @pytest.mark.timeout(1500)
