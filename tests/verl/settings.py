@@ -28,7 +28,7 @@ ON_CPU = (
 ROLLOUT = (
     "actor_rollout_ref.rollout.name=rollsync",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-    "actor_rollout_ref.rollout.prompt_length=64",
+    "actor_rollout_ref.rollout.prompt_length=160",
     "actor_rollout_ref.rollout.response_length=32",
     "actor_rollout_ref.rollout.nnodes=1",
 )
