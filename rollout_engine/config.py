@@ -5,13 +5,20 @@ Precedence: flags over environment over the TOML file over defaults. Unknown key
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from rollout_engine.errors import ConfigError
 
@@ -20,10 +27,39 @@ CLIENT_VARIABLES = frozenset({"ROLLSYNC_ADDRESS", "ROLLSYNC_TOKEN"})
 """Read by the commands that talk to a running engine; a server started beside them ignores the address."""
 
 
+class _Environment(EnvSettingsSource):
+    """Leaves lists as the text that they are, for ServeConfig to read as on the command line."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        return value
+
+
+def _entries(text: str, separator: str) -> list[Any]:
+    """The entries of a list that came as text, from a flag or the environment.
+
+    Raises:
+        ValueError: an empty entry, or JSON that is no array.
+    """
+    if not text.strip():
+        return []
+    if text.lstrip().startswith("["):
+        try:
+            return list(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{text!r} starts as a JSON array and is none: {error}") from error
+    entries = [entry.strip() for entry in text.split(separator)]
+    if not all(entries):
+        raise ValueError(f"{text!r} has an empty entry; put {separator!r} between entries only")
+    return entries
+
+
 class ServeConfig(BaseSettings):
     """Everything `rollsync serve` can be told. Bytes and seconds unless a name says otherwise."""
 
-    model_config = SettingsConfigDict(env_prefix="ROLLSYNC_", frozen=True, extra="forbid")
+    # Inputs are hidden in errors: the token is one of them.
+    model_config = SettingsConfigDict(
+        env_prefix="ROLLSYNC_", frozen=True, extra="forbid", hide_input_in_errors=True
+    )
 
     model: Path
     """Directory with config.json, safetensors and (for text) tokenizer.json."""
@@ -70,8 +106,17 @@ class ServeConfig(BaseSettings):
     stream_receivers: int | None = Field(None, ge=0, le=16)
     """Processes that take chunks of weights at ports of their own, started by the first update that streams;
     0 leaves the stream to the front. By default one for every four cores, and from one to four."""
+    max_generate_streams: int = Field(65536, ge=1)
+    """Calls of Generate, GenerateBatch and Score that may be open at once; more are refused."""
+    max_weight_streams: int = Field(64, ge=1, le=1024)
+    """Streams of chunks and readers of weights that may be open at once, at the front and each receiver."""
+    max_watch_streams: int = Field(256, ge=1)
+    """Calls of WatchEngine, and of reflection, that may be open at once."""
+    max_health_streams: int = Field(1024, ge=1)
+    """Watches of health that may be open at once; they need no token."""
     weights_roots: tuple[Path, ...] = ()
-    """Directories that disk updates may read below; `model` is always allowed."""
+    """Directories that disk updates may read below; `model` is always allowed. In the environment they stand
+    in one variable, as those of PATH do."""
 
     page_size: int = Field(16, ge=1, le=1024)
     num_pages: int = Field(0, ge=0)
@@ -106,6 +151,10 @@ class ServeConfig(BaseSettings):
     max_prompt_logits_rows: int = Field(512, ge=1)
     """Rows of logits computed at once for prompt log-probabilities."""
 
+    max_adapters: int = Field(0, ge=0, le=256)
+    """LoRA adapters that can be held beside the base weights; memory for all of them is taken at start."""
+    max_adapter_rank: int = Field(16, ge=1, le=1024)
+    """Of each of them; one of a smaller rank takes as much memory."""
     reserve_device_staging: bool = False
     """Keep a second arena on the device, so that updates default to staging=device."""
     lease_seconds: float = Field(60.0, gt=0)
@@ -124,19 +173,32 @@ class ServeConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings
+        return init_settings, _Environment(settings_cls)
 
     @field_validator("model", "tls_cert", "tls_key", "tls_client_ca", "metrics_log")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
 
+    @field_validator("token")
+    @classmethod
+    def _can_be_sent(cls, token: SecretStr | None) -> SecretStr | None:
+        text = "" if token is None else token.get_secret_value()
+        if token is not None and not text:
+            raise ValueError(
+                "is empty, which would let everybody in; unset it (ROLLSYNC_TOKEN), or choose one"
+            )
+        if not (text.isascii() and text.isprintable() and text == text.strip()):
+            raise ValueError(
+                "has characters that no header can carry: use printable ASCII, without spaces or a line "
+                "break at its ends"
+            )
+        return token
+
     @field_validator("capture_batch_sizes", "capture_prefill_tokens", mode="before")
     @classmethod
     def _list_of_sizes(cls, sizes: Any) -> Any:
-        if not isinstance(sizes, str):
-            return sizes
-        return tuple(sizes.split(",")) if sizes else ()
+        return _entries(sizes, ",") if isinstance(sizes, str) else sizes
 
     @field_validator("capture_batch_sizes", "capture_prefill_tokens")
     @classmethod
@@ -144,6 +206,11 @@ class ServeConfig(BaseSettings):
         if any(size < 1 for size in sizes):
             raise ValueError(f"every size must be at least 1, not {min(sizes)}")
         return tuple(sorted(set(sizes)))
+
+    @field_validator("weights_roots", mode="before")
+    @classmethod
+    def _list_of_roots(cls, roots: Any) -> Any:
+        return _entries(roots, os.pathsep) if isinstance(roots, str) else roots
 
     @field_validator("weights_roots")
     @classmethod

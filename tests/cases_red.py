@@ -1,50 +1,51 @@
 """Does a test of a case fail when what it tests is broken? One named line for each kind of case says so.
 
-    python -m tests.cases_red [KIND ...]        (make cases-red)
+    python -m tests.cases_red [--jobs N] [WORD ...]        (make cases-red KIND="B013 quantised")
 
-tests/cases_red.toml names a file, a text that stands on exactly one of its lines, what stands there
-instead, and the tests that must fail then. Each is tried in a copy of the tree, which is thrown away; the
-working tree is never written to. Before that the same tests must pass on the copy as it is. A line that is
-not found, a test that stays green or cannot be run at all, and a copy that is not what runs are failures.
+A word is a case, or a part of the name of a kind or of a file's path; no word means all. tests/cases_red.toml
+names a file, a text that stands on exactly one of its lines, what stands there instead, the tests that must
+fail then, and what their failure says. Each is tried in a copy of the tree, which is thrown away; the working
+tree is never written to. At the end, all tests that failed must pass on the copy as it is.
+
+A mutation is red if each of its tests fails by itself, in the way that was said. Everything else is wrong: a
+test that stays green, a line that is not found, a test that cannot run, fails by a mistake of the mutation
+(an unknown name, a syntax error), says something else, or is not marked with the cases it stands for.
+
+Importing torch and transformers takes seconds, so the tests run in children that are forked from a parent
+which has them, but nothing of the tree.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
-import queue
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.red_runs import PRELOADED, ROOT, RUN_S, Run, belongs, copy_tree, start
+
 LIST = Path(__file__).resolve().with_suffix(".toml")
-LEFT_OUT = shutil.ignore_patterns(
-    ".git",
-    ".venv",
-    ".cache",
-    ".*_cache",
-    ".hypothesis",
-    "__pycache__",
-    "*.egg-info",
-    "build",
-    "dist",
-    "demo_out",
-)
-TIMEOUT_S = 240
-"""Of one run of pytest."""
+UNBROKEN_S = 900.0
+MISTAKES = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError")
+"""Exceptions that say that the mutation is wrong, not what it breaks."""
+RED, GREEN, NEEDS_GPU = "red", "GREEN", "needs a GPU"
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One line broken. line: a text that one line of `file` has; replacement: of that text, on that line."""
+    """One line broken. line: a text that one line of `file` has; replacement: of that text, on that line.
+
+    says: a regular expression that the failure of each of `tests` must hold, its source lines included.
+    """
 
     kind: str
     cases: tuple[str, ...]
@@ -52,14 +53,29 @@ class Mutation:
     line: str
     replacement: str
     tests: tuple[str, ...]
+    says: str
     gpu: bool = False
+
+    def fits(self, words: Sequence[str]) -> bool:
+        """Whether one of the words names it; no words name all."""
+        return not words or any(w in self.cases or w in self.kind or w in self.file for w in words)
+
+
+@dataclass
+class Outcome:
+    """What became of a mutation. result: RED, NEEDS_GPU or what is wrong; text: the failures or why."""
+
+    result: str
+    failed: list[str] = field(default_factory=list)  # ids of tests, with their parameters
+    text: str = ""
+    seconds: float = 0.0
 
 
 def read_mutations(path: Path = LIST) -> list[Mutation]:
     """The list.
 
     Raises:
-        ValueError: a mutation without tests, or two of one kind and line.
+        ValueError: a mutation without tests or cases, or that breaks nothing.
     """
     found = []
     for entry in tomllib.loads(path.read_text())["mutation"]:
@@ -68,159 +84,168 @@ def read_mutations(path: Path = LIST) -> list[Mutation]:
             raise ValueError(
                 f"{mutation.kind}: {mutation.line!r} names no tests or no cases, or breaks nothing"
             )
+        re.compile(mutation.says)
         found.append(mutation)
     return found
 
 
-def break_line(text: str, line: str, replacement: str) -> str | None:
-    """`text` with the one line that has `line` broken; None if no line has it, or more than one."""
-    lines = text.splitlines(keepends=True)
-    at = [number for number, one in enumerate(lines) if line in one]
-    if len(at) != 1 or lines[at[0]].count(line) != 1:
-        return None
-    lines[at[0]] = lines[at[0]].replace(line, replacement)
-    return "".join(lines)
+def find_line(text: str, line: str) -> int | None:
+    """The number, from 1, of the one line that has `line` once; None if no line has it, or more than one."""
+    at = [number for number, one in enumerate(text.splitlines(), 1) if line in one]
+    return at[0] if len(at) == 1 and text.count(line) == 1 else None
 
 
-def run_tests(copy: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """pytest in a copy of the tree, on its code alone."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    env |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}  # a mutation may not outlive its run
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "",
-        "--timeout=120",
-    ]
-    return subprocess.run(
-        [*command, *tests], cwd=copy, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-
-
-def try_mutation(copy: Path, mutation: Mutation) -> str:
-    """What became of it: "red", or what is wrong."""
-    file = copy / mutation.file
-    good = file.read_text()
-    broken = break_line(good, mutation.line, mutation.replacement)
-    if broken is None:
-        return "LINE NOT FOUND"
-    try:
-        compile(broken, mutation.file, "exec")
-    except SyntaxError as error:
-        return f"BROKEN MUTATION ({error.msg})"
-    file.write_text(broken)
-    try:
-        done = run_tests(copy, mutation.tests)
-    except subprocess.TimeoutExpired:
-        return "TIMED OUT"
-    finally:
-        file.write_text(good)
-    return verdict(done.returncode, done.stdout)
-
-
-def verdict(returncode: int, stdout: str) -> str:
-    """Red if a test ran and failed; a fixture that breaks or a file that cannot be imported is no failure."""
-    if returncode == 0:
-        return "GREEN"
-    if returncode != 1 or not re.search(r"\b\d+ failed\b", stdout):
-        return f"NOT RUN ({stdout.strip().splitlines()[-1] if stdout.strip() else f'exit code {returncode}'})"
-    return "red"
-
-
-def copy_tree(into: Path) -> Path:
-    """A copy of the working tree, and proof that it is what runs there."""
-    copy = into / "tree"
-    shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
-    for package in ("rollout_engine", "weight_updater", "trainers_adapters", "tests"):
-        shown = subprocess.run(
-            [sys.executable, "-c", f"import {package}; print({package}.__file__)"],
-            cwd=copy,
-            env=os.environ | {"PYTHONPATH": str(copy)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        if not shown.startswith(str(copy)):
-            raise SystemExit(f"cases-red: {package} of a copy is {shown.strip()}, not the copy's own")
-    return copy
+def verdict(
+    mutation: Mutation, records: Sequence[dict[str, Any]], *, timed_out: bool, output: str
+) -> Outcome:
+    """What the records of its run say of a mutation."""
+    ran = [r for r in records if r["when"] != "collect"]
+    failed = [r for r in ran if r["when"] == "call" and r["outcome"] == "failed"]
+    marked = {case for r in records for case in r.get("cases", ())}
+    text = "\n".join(r["text"] for r in failed)
+    for test in mutation.tests:
+        own = [r for r in failed if belongs(r["nodeid"], test)]
+        others = [r for r in records if belongs(r["nodeid"], test) and r["outcome"] == "failed"]
+        if not own and others:
+            return Outcome("NOT RUN", [], others[0]["text"])
+        if not own and timed_out:
+            return Outcome("TIMED OUT", [], output[-2000:])
+        if not own and any(belongs(r["nodeid"], test) for r in ran):
+            return Outcome(GREEN, [], f"{test} passes")
+        if not own:
+            return Outcome("NOT RUN", [], f"{test}\n{output[-2000:]}")
+        if own[0]["error"] in MISTAKES:
+            return Outcome("BROKEN MUTATION", [], own[0]["text"])
+        if not re.search(mutation.says, own[0]["text"]):
+            return Outcome("ANOTHER REASON", [own[0]["nodeid"]], own[0]["text"])
+    if missing := sorted(set(mutation.cases) - marked):
+        return Outcome("NOT MARKED", [], f"none of the tests is marked with {', '.join(missing)}")
+    return Outcome(RED, [r["nodeid"] for r in failed], text)
 
 
 class Trial:
-    """All mutations, by a few workers that each have a copy of their own."""
+    """Mutations, tried in a few copies of the tree, each with one run at a time."""
 
-    def __init__(self, mutations: Sequence[Mutation], num_workers: int) -> None:
-        self._todo: queue.SimpleQueue[Mutation] = queue.SimpleQueue()
-        self._workers = [threading.Thread(target=self._work) for _ in range(num_workers)]
-        self._lock = threading.Lock()
-        self.results: dict[Mutation, str] = {}
-        for mutation in mutations:
-            self._todo.put(mutation)
+    def __init__(self, mutations: Sequence[Mutation], copies: Sequence[Path]) -> None:
+        self._todo = list(mutations)
+        self._num = len(mutations)
+        self._free = list(copies)
+        self._under_way: dict[Path, tuple[Mutation, Run]] = {}
+        self.outcomes: dict[Mutation, Outcome] = {}
 
     def run(self) -> None:
-        for worker in self._workers:
-            worker.start()
-        for worker in self._workers:
-            worker.join()
+        while self._todo or self._under_way:
+            while self._todo and self._free:
+                self._start(self._todo.pop(0), self._free.pop())
+            time.sleep(0.05)
+            for copy, (mutation, run) in list(self._under_way.items()):
+                if run.has_ended():
+                    del self._under_way[copy]
+                    self._end(copy, mutation, run)
+                else:
+                    run.shorten()
 
-    def _work(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="cases-red-") as folder:
-            copy = copy_tree(Path(folder))
-            while not self._todo.empty():
-                mutation = self._todo.get()
-                started = time.monotonic()
-                result = try_mutation(copy, mutation)
-                with self._lock:
-                    self.results[mutation] = result
-                    print(row(mutation, result, time.monotonic() - started), flush=True)
+    def _start(self, mutation: Mutation, copy: Path) -> None:
+        file = copy / mutation.file
+        good = file.read_text() if file.exists() else ""
+        if find_line(good, mutation.line) is None:
+            self._free.append(copy)
+            self._tell(mutation, Outcome("LINE NOT FOUND", [], mutation.line))
+            return
+        broken = good.replace(mutation.line, mutation.replacement)
+        try:
+            compile(broken, mutation.file, "exec")
+        except SyntaxError as error:
+            self._free.append(copy)
+            self._tell(mutation, Outcome("BROKEN MUTATION", [], str(error)))
+            return
+        made = file.stat().st_mtime
+        file.write_text(broken)
+        os.utime(file, (made + 10, made + 10))  # or the bytecode of the good one may count as its own
+        self._under_way[copy] = mutation, start(copy, mutation.tests, RUN_S, stop=True)
+
+    def _end(self, copy: Path, mutation: Mutation, run: Run) -> None:
+        shutil.copy2(ROOT / mutation.file, copy / mutation.file)
+        output = (run.folder / "output").read_text(errors="replace")
+        outcome = verdict(mutation, run.records(), timed_out=run.timed_out, output=output)
+        outcome.seconds = time.monotonic() - run.started
+        shutil.rmtree(run.folder, ignore_errors=True)
+        self._free.append(copy)
+        self._tell(mutation, outcome)
+
+    def _tell(self, mutation: Mutation, outcome: Outcome) -> None:
+        self.outcomes[mutation] = outcome
+        print(f"[{len(self.outcomes):3}/{self._num}] {row(mutation, outcome)}", flush=True)
 
 
-def row(mutation: Mutation, result: str, seconds: float) -> str:
+def check_unbroken(outcomes: dict[Mutation, Outcome], copy: Path) -> None:
+    """The tests that failed must pass with nothing broken; a mutation whose tests do not is not red.
+
+    One that fails in this long row of tests is run once more by itself: others share its engine and its time.
+    """
+    tests = sorted({nodeid for outcome in outcomes.values() for nodeid in outcome.failed})
+    passed: set[str] = set()
+    said: dict[str, str] = {}
+    for together in (tests, *([test] for test in tests)):
+        if not (left := [test for test in together if test not in passed]):
+            continue
+        run = start(copy, left, UNBROKEN_S, stop=False)
+        while not run.has_ended():
+            time.sleep(0.05)
+        records = [r for r in run.records() if r["when"] == "call"]
+        passed |= {r["nodeid"] for r in records if r["outcome"] == "passed"}
+        said |= {r["nodeid"]: r["text"] for r in records}
+    for outcome in outcomes.values():
+        if outcome.result == RED and (bad := [nodeid for nodeid in outcome.failed if nodeid not in passed]):
+            outcome.result, outcome.text = "FAILS UNBROKEN", f"{bad[0]}\n{said.get(bad[0], 'was not run')}"
+    print(f"with nothing broken {len(passed)} of these {len(tests)} tests pass", flush=True)
+
+
+def row(mutation: Mutation, outcome: Outcome) -> str:
     """A line of the table."""
-    cases = " ".join(mutation.cases)
-    return f"{mutation.kind:24} {cases:24} {mutation.file:42} {seconds:5.1f} s  {result}"
+    file = ROOT / mutation.file
+    at = find_line(file.read_text(), mutation.line) if file.exists() else None
+    where = f"{mutation.file}:{at or '?'}"
+    return f"{' '.join(mutation.cases):15} {where:48} {outcome.seconds:5.1f} s  {outcome.result}"
 
 
 def has_gpu() -> bool:
-    import torch
+    """Whether there is a CUDA device; asked in a child, since a parent that asked must not fork."""
+    if (pid := os.fork()) == 0:
+        import torch
 
-    return bool(torch.cuda.is_available())
-
-
-def baseline(mutations: Sequence[Mutation]) -> None:
-    """The tests must pass before anything is broken.
-
-    Raises:
-        SystemExit: they do not.
-    """
-    tests = sorted({test for mutation in mutations for test in mutation.tests})
-    with tempfile.TemporaryDirectory(prefix="cases-red-") as folder:
-        done = run_tests(copy_tree(Path(folder)), tests)
-    if done.returncode != 0:
-        raise SystemExit(f"cases-red: the tests fail with nothing broken\n{done.stdout[-4000:]}")
-    print(f"{len(tests)} tests or groups of tests pass with nothing broken", flush=True)
+        os._exit(not torch.cuda.is_available())
+    return os.waitpid(pid, 0)[1] == 0
 
 
-def main(kinds: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit code 0 if every mutation was seen."""
-    mutations = read_mutations()
-    if unknown := set(kinds) - {mutation.kind for mutation in mutations}:
-        raise SystemExit(f"cases-red: no kind {sorted(unknown)[0]!r}")
-    wanted = [m for m in mutations if not kinds or m.kind in kinds]
-    left = [m for m in wanted if m.gpu and not has_gpu()]
+    parser = argparse.ArgumentParser(prog="python -m tests.cases_red", description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", metavar="WORD", help="cases, or parts of kinds or paths")
+    parser.add_argument("--jobs", type=int, default=max(1, min(4, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--long", action="store_true", help="print how each failed, also of the red ones")
+    options = parser.parse_args(arguments)
+    wanted = [m for m in read_mutations() if m.fits(options.words)]
+    if not wanted:
+        raise SystemExit(f"cases-red: nothing is called {' or '.join(options.words)}")
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for name in PRELOADED:
+        importlib.import_module(name)
+    left = [m for m in wanted if m.gpu] if not has_gpu() else []
     tried = [m for m in wanted if m not in left]
-    baseline(tried)
-    trial = Trial(tried, num_workers=min(4, max(1, (os.cpu_count() or 2))))
-    trial.run()
-    for mutation in left:
-        print(row(mutation, "needs a GPU", 0.0))
-    wrong = [m for m in tried if trial.results.get(m) != "red"]
-    print(f"{len(tried) - len(wrong)} of {len(tried)} red, {len(left)} need a GPU")
-    return 1 if wrong else 0
+    with tempfile.TemporaryDirectory(prefix="red-") as folder:
+        copies = [copy_tree(Path(folder) / str(number)) for number in range(options.jobs)]
+        trial = Trial(tried, copies)
+        trial.run()
+        check_unbroken(trial.outcomes, copies[0])
+    outcomes = trial.outcomes | {mutation: Outcome(NEEDS_GPU) for mutation in left}
+    for mutation in wanted:
+        print(row(mutation, outcomes[mutation]))
+        if options.long or outcomes[mutation].result not in (RED, NEEDS_GPU):
+            print("    " + outcomes[mutation].text.replace("\n", "\n    "))
+    num_red = sum(outcome.result == RED for outcome in trial.outcomes.values())
+    print(f"{len(wanted)} mutations: {num_red} of {len(tried)} red, {len(left)} need a GPU")
+    return 1 if num_red < len(tried) else 0
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python -m pytest -p tests.cases_table -m case        (make cases)
 
-tests/cases_list.toml has every case: letter and title, and under [open] what of it is not shown yet. A test
-says which cases it shows by `@pytest.mark.case("B001")`. tests/cases.toml has the cases that are about what
-rollsync is not meant to have, each with its reason. A case in neither, or in both, fails the run.
+tests/cases_list.toml has every case: letter and title, and under [open] what of it is not shown yet, which
+fails the run. A test says which cases it shows by `@pytest.mark.case("B001")`. tests/cases.toml has what is
+about something that rollsync is not meant to have: whole cases, or a named part of one whose rest has tests,
+each with its reason. A case without tests that is not there, or with tests that is there whole, fails it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ LONGEST_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Case:
-    """One report. letter: E, M or H, as cases_list.toml explains; open: what is not shown yet."""
+    """One report.
+
+    letter: E, M or H, as cases_list.toml explains. open: what is not shown yet. reason: why there are no
+    tests of it, or of `part` of it, if that has words.
+    """
 
     id: str
     letter: str
     title: str
     open: str = ""
     reason: str = ""
+    part: str = ""
 
 
 @dataclass
@@ -56,15 +62,15 @@ def read_cases(folder: Path = TESTS) -> dict[str, Case]:
         ValueError: a reason or a note for a case that is not on the list, or without words.
     """
     listed = tomllib.loads((folder / "cases_list.toml").read_text())
-    reasons = {
-        name: entry["reason"] for name, entry in tomllib.loads((folder / "cases.toml").read_text()).items()
-    }
+    exempt = tomllib.loads((folder / "cases.toml").read_text())
+    reasons = {name: entry["reason"] for name, entry in exempt.items()}
+    parts = {name: entry["part"] for name, entry in exempt.items() if "part" in entry}
     notes = listed.get("open", {})
-    for name, words in (*reasons.items(), *notes.items()):
+    for name, words in (*reasons.items(), *parts.items(), *notes.items()):
         if name not in listed["cases"] or not words.strip():
             raise ValueError(f"{name} is not on the list, or nothing is said of it")
     return {
-        name: Case(name, letter, title, notes.get(name, ""), reasons.get(name, ""))
+        name: Case(name, letter, title, notes.get(name, ""), reasons.get(name, ""), parts.get(name, ""))
         for name, (letter, title) in listed["cases"].items()
     }
 
@@ -77,16 +83,17 @@ def problems(cases: Mapping[str, Case], num_tests: Mapping[str, int]) -> list[st
     """
     found = [f"{name} is marked, and not on the list" for name in num_tests if name not in cases]
     for case in cases.values():
-        if case.reason and num_tests.get(case.id):
+        whole = case.reason and not case.part
+        if whole and num_tests.get(case.id):
             found.append(f"{case.id} has tests, and a reason in cases.toml to have none")
-        if not case.reason and not num_tests.get(case.id):
+        if not whole and not num_tests.get(case.id):
             found.append(f"{case.id} ({case.title}) has neither a test nor a reason in cases.toml")
     return found
 
 
 def result(case: Case, tally: Tally) -> str:
     """One word or a few about a case."""
-    if case.reason:
+    if case.reason and not case.part:
         return f"no such feature: {case.reason}"
     if tally.failed:
         return f"FAILED {tally.failed} of {tally.num_tests}"
@@ -99,6 +106,8 @@ def result(case: Case, tally: Tally) -> str:
         said += (", and " if said else "") + f"{tally.elsewhere} need a GPU"
     if tally.slow:
         said += f", slow: {', '.join(tally.slow)}"
+    if case.part:
+        said += f"; without {case.part}: {case.reason}"
     return f"{said}; open: {case.open}" if case.open else said
 
 
@@ -148,6 +157,7 @@ class CasesTable:
                 self._tallies[name].elsewhere = count
                 num_tests[name] += count
         self._problems = problems(self._cases, num_tests)
+        self._problems += [f"{case.id} is open: {case.open}" for case in self._cases.values() if case.open]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.passed and report.when != "call":
@@ -176,6 +186,7 @@ class CasesTable:
             "passed": sum(text.startswith("passed") for text in told),
             "need a GPU alone": sum("need a GPU" in text and not text.startswith("passed") for text in told),
             "without a feature": sum(text.startswith("no such feature") for text in told),
+            "without a part": sum("; without " in text for text in told),
             "with something open": sum("; open: " in text for text in told),
         }
         summary = ", ".join(f"{number} {what}" for what, number in counts.items())

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from tests import preloaded
+
 
 class ChildError(AssertionError):
     """A command failed in the child, or the child died; says what it had printed."""
@@ -59,11 +61,17 @@ class Child:
 
 
 @contextlib.contextmanager
-def start(module: str, *arguments: str, env: Mapping[str, str] | None = None) -> Iterator[Child]:
-    """Run `python -m MODULE ARGUMENTS`; at the end its stdin is closed, which ends it."""
+def start(
+    module: str, *arguments: str, env: Mapping[str, str] | None = None, forked: bool = False
+) -> Iterator[Child]:
+    """Run `python -m MODULE ARGUMENTS`; at the end its stdin is closed, which ends it.
+
+    Args:
+        forked: by a process that has imported torch (tests/preloaded.py), whose environment it gets.
+    """
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [preloaded.interpreter() if forked else sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

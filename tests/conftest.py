@@ -5,14 +5,37 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tiny import make_tiny
 
+SAID = "said"
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "models"
+
+
+# Files of few tests that take minutes; first, so that none of them is what all wait for in the end.
+LONG_FILES = ("tests/faults/test_faults.py", "tests/cases/test_updates.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+
+
+@pytest.fixture
+def say(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Puts a line into the summary of the run, whatever the test ends with: a seed, say."""
+    return lambda text: record_property(SAID, text)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") == "call":
+                for line in (text for key, text in report.user_properties if key == SAID):
+                    terminalreporter.write_line(f"{report.nodeid}: {line}")
 
 
 @pytest.fixture(scope="session")

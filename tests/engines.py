@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import preloaded
 from trainers_adapters.clients import RolloutClient, WeightsClient
 from trainers_adapters.results import Completion
 
@@ -61,11 +62,18 @@ def serve(
     num_threads: int = 1,
     dtype: str = "float32",
     start_seconds: float = START_SECONDS,
+    forked: bool = False,
 ) -> Iterator[RunningEngine]:
-    """Start `rollsync serve` on `model`, wait until it is ready, and stop it afterwards."""
+    """Start `rollsync serve` on `model`, wait until it is ready, and stop it afterwards.
+
+    Args:
+        forked: its engine and receivers are forked from a process that has imported torch, which saves
+            seconds; what the front has as its children then are stand-ins that end with them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ready, log = Path(folder) / "ready.json", Path(folder) / "log"
-        command = [sys.executable, "-m", "rollout_engine.cli", "serve", "--model", str(model), "--port", "0"]
+        program = ["tests.preloaded", preloaded.interpreter()] if forked else ["rollout_engine.cli"]
+        command = [sys.executable, "-m", *program, "serve", "--model", str(model), "--port", "0"]
         command += [
             "--ready-file",
             str(ready),

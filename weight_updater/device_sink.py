@@ -102,7 +102,7 @@ class DeviceSink(Sink):
 
     def end(self, error: UpdateError) -> None:
         with self._changed:
-            self._ended_by = self._ended_by or error
+            self._ended_by = self._ended_by or error.again()
             stops = list(self._stops)
         for stop in stops:
             stop()
@@ -114,7 +114,7 @@ class DeviceSink(Sink):
         """While the block runs, `end` calls `stop`, which must soon end whatever writes to `in_place`."""
         with self._changed:
             if self._ended_by is not None:
-                raise self._ended_by
+                raise self._ended_by.again()
             self._stops.append(stop)
         try:
             yield

@@ -21,6 +21,8 @@ from weight_updater.meeting import HeaderRefused, Member
 from weight_updater.requests import InitGroup
 from weight_updater.shm import SharedSegment
 
+CHILD_COMMAND = (sys.executable, "-P", "-m", "weight_updater.gloo_child")
+
 START_S = 60.0
 """Seconds that a child may take to load torch; the rendezvous has its own timeout after that."""
 
@@ -145,7 +147,7 @@ class ChildGroup:
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, [kept.get("PYTHONPATH"), root]))
         kept |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "weight_updater.gloo_child"],
+            CHILD_COMMAND,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

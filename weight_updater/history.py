@@ -29,7 +29,7 @@ class History:
         _remember(self._committed, update_id, reply)
 
     def add_ended(self, update_id: str, error: UpdateError) -> None:
-        _remember(self._ended, update_id, error)
+        _remember(self._ended, update_id, error.again())
 
     def begins_again(self, update_id: str) -> None:
         """An id that ended without a commit is in use again."""
@@ -37,7 +37,8 @@ class History:
 
     def end_of(self, update_id: str) -> UpdateError:
         """What ended an update that is not open any more."""
-        return self._ended.get(update_id) or self.not_open(update_id)
+        ended = self._ended.get(update_id)
+        return self.not_open(update_id) if ended is None else ended.again()
 
     def not_open(self, update_id: str) -> UpdateRefused:
         """The refusal of a call for an update that is not open."""

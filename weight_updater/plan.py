@@ -247,11 +247,21 @@ def _check_shapes(tensors: Sequence[TensorSpec], slots: Sequence[Placement | Non
     if wrong:
         tensor, place = wrong[0]
         more = f" (and {len(wrong) - 1} more tensors of another shape)" if len(wrong) > 1 else ""
+        shard = _is_shard(tensor.shape, place.shape)
+        hint = "; if that is one rank's shard, gather the whole tensor before it is sent" if shard else ""
         raise UpdateRefused(
             Reason.MANIFEST_MISMATCH,
             f"{tensor.name} has shape {list(tensor.shape)}, the model's {place.name} has "
-            f"{list(place.shape)}{more}",
+            f"{list(place.shape)}{more}{hint}",
         )
+
+
+def _is_shard(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether several equal ones make up the whole along one dimension."""
+    if len(shape) != len(whole):
+        return False
+    other = [(part, size) for part, size in zip(shape, whole, strict=True) if part != size]
+    return len(other) == 1 and 0 < other[0][0] < other[0][1] and other[0][1] % other[0][0] == 0
 
 
 def _find_twins(target: WeightTarget, slots: Sequence[Placement | None]) -> dict[int, int]:

@@ -183,7 +183,7 @@ class Sink:
         so that the destination is free; each is one chunk long.
         """
         with self._changed:
-            self._ended_by = self._ended_by or error
+            self._ended_by = self._ended_by or error.again()
             self._changed.wait_for(lambda: self._num_writing == 0)
 
     def num_waiting(self) -> tuple[int, int]:
@@ -266,7 +266,7 @@ class Sink:
         check_chunk(spec, self.plan.sizes[index], offset, end, whole=self.destination is None)
         with self._changed:
             if self._ended_by is not None:
-                raise self._ended_by
+                raise self._ended_by.again()
             if data.numel() and (taken := self._arrivals.claim(index, offset, end)) is not None:
                 raise bad_chunk(spec, offset, end, overlap_text(taken))
             self.received_bytes += data.numel()
@@ -275,7 +275,7 @@ class Sink:
     def _claim_whole(self, tensors: Indexes | Sequence[int]) -> None:
         """Account for whole tensors, or for none if one may not come; `_changed` is held."""
         if self._ended_by is not None:
-            raise self._ended_by
+            raise self._ended_by.again()
         indexes = np.asarray(tensors, dtype=np.int64)
         taken = self._arrivals.claim_whole(indexes)
         if taken is not None:

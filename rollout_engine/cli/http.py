@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import typer
 
@@ -24,12 +26,25 @@ def http(
     address: AddressOption = DEFAULT_ADDRESS,
     host: Annotated[str, typer.Option(help="Others than loopback need a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")] = 30000,
+    model_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What callers call the model, beside its directory; may be given again."),
+    ] = None,
+    server_info: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="More of /server_info, for trainers that compare it with their own arguments; VALUE is JSON "
+            "or text; may be given again.",
+        ),
+    ] = None,
     token: TokenOption = None,
     tls_ca: CaOption = None,
     tls_cert: CertOption = None,
     tls_key: KeyOption = None,
 ) -> None:
     """Serve HTTP for trainers that speak SGLang's or vLLM's reinforcement-learning paths."""
+    token = token or None  # an empty one would let in whoever sends none
     if token is None and not _is_loopback(host):
         message = f"--host {host} is not loopback: set a token (ROLLSYNC_TOKEN), as the engine does"
         fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
@@ -40,8 +55,29 @@ def http(
     except ModuleNotFoundError as error:
         message = f"{error.name} is missing; pip install 'rollsync[http]'"
         fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
-    app = create_app(address, token=token, tls=tls_of(tls_ca, tls_cert, tls_key))
+    app = create_app(
+        address,
+        token=token,
+        tls=tls_of(tls_ca, tls_cert, tls_key),
+        model_names=model_name or (),
+        server_info={"host": host, "port": port} | _told(server_info or ()),
+    )
     uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False)
+
+
+def _told(pairs: Iterable[str]) -> dict[str, Any]:
+    """KEY=VALUE as what they say."""
+    told: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not key or not equals:
+            message = f"--server-info is {pair!r}; it must be KEY=VALUE, for example base_gpu_id=4"
+            fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
+        try:
+            told[key] = json.loads(text)
+        except json.JSONDecodeError:
+            told[key] = text
+    return told
 
 
 def _is_loopback(host: str) -> bool:

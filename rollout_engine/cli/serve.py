@@ -55,6 +55,14 @@ def serve(
     stream_receivers: Annotated[
         int | None, _flag("Processes that take chunks of weights at ports of their own.")
     ] = None,
+    max_generate_streams: Annotated[int | None, _flag("Generating calls that may be open at once.")] = None,
+    max_weight_streams: Annotated[int | None, _flag("Streams of weights that may be open at once.")] = None,
+    max_watch_streams: Annotated[
+        int | None, _flag("Watchers of the state that may be there at once.")
+    ] = None,
+    max_health_streams: Annotated[
+        int | None, _flag("Watchers of health, who need no token, at once.")
+    ] = None,
     weights_roots: Annotated[
         list[Path] | None, _flag("Disk updates may read below it; repeatable.", "--weights-root")
     ] = None,
@@ -90,6 +98,8 @@ def serve(
     max_prompt_logits_rows: Annotated[
         int | None, _flag("Rows of logits at once for prompt log-probabilities.")
     ] = None,
+    max_adapters: Annotated[int | None, _flag("LoRA adapters held beside the base weights.")] = None,
+    max_adapter_rank: Annotated[int | None, _flag("Largest rank of an adapter.")] = None,
     reserve_device_staging: Annotated[
         bool | None,
         _flag("Keep a second arena on the device.", "--reserve-device-staging/--no-reserve-device-staging"),

@@ -29,6 +29,7 @@ from rollout_engine.server.observers import Observers
 from rollout_engine.server.options import join_address, server_options
 from rollout_engine.server.receivers import Receivers
 from rollout_engine.server.rollout_service import RolloutService
+from rollout_engine.server.stream_limits import StreamLimits
 from rollout_engine.server.text import TextCodec, load_tokenizer
 from rollout_engine.server.unreadable import ReadingInterceptor
 from rollout_engine.server.weights_service import WeightsService
@@ -150,7 +151,10 @@ async def _open(
     tls: TlsContents | None,
     observers: Observers,
 ) -> RunningServer:
-    interceptors: list[grpc.aio.ServerInterceptor] = [ReadingInterceptor(SERVICES)]
+    interceptors: list[grpc.aio.ServerInterceptor] = [
+        StreamLimits(config, observers.tally),
+        ReadingInterceptor(SERVICES),
+    ]
     if config.token is not None:
         interceptors.insert(0, TokenInterceptor(config.token.get_secret_value(), observers.tally))
     server = grpc.aio.server(interceptors=interceptors, options=server_options(config.max_message_bytes))

@@ -55,6 +55,7 @@ REQUESTS = _define("counter", "requests_total", "Requests given to the engine.")
 ERRORS = _define(
     "counter", "errors_total", "Calls (or items of a batch) answered with an error.", ("kind", "reason")
 )
+STREAMS = _define("gauge", "open_streams", "Calls that stay open, by the kind that limits count.", ("kind",))
 SEQUENCES = _define("counter", "sequences_finished_total", "Sequences that ended.", ("finish_reason",))
 FIRST_TOKEN = _define(
     "histogram",

@@ -14,6 +14,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
@@ -32,6 +33,7 @@ from rollout_engine.server.chunk_wire import ChunkReader, WireChunk, parse
 from rollout_engine.server.options import join_address, server_options
 from rollout_engine.server.receiver_link import EngineLink
 from rollout_engine.server.status import answered
+from rollout_engine.server.stream_limits import LimitReports, too_many
 from rollout_engine.server.uploads import pieces
 from rollout_engine.v1 import weights_pb2 as pb
 from weight_updater.heap import keep_freed_buffers
@@ -45,6 +47,8 @@ GIL_SWITCH_SECONDS = 0.0005
 """How long one thread may keep the others from the interpreter; Python's own 5 ms is ten chunks."""
 MESSAGES_AHEAD = 2
 """Of a stream, that may have come and wait to be passed on."""
+REFUSING_THREADS = 4
+"""Beside those that carry streams: they tell whom there is no room for."""
 STOP_SECONDS = 0.5
 """How long the last answers may take to be sent."""
 BREAK_NEWS_SECONDS = 0.05
@@ -55,11 +59,13 @@ class ReceiverConfig(msgspec.Struct, frozen=True):
     """What the front tells a receiver first.
 
     first_call_id: of the calls that it makes to the engine.
+    max_streams: that may be open at once; one more is refused.
     """
 
     host: str
     max_message_bytes: int
     first_call_id: int
+    max_streams: int = 2 * MAX_STREAMS
     token: str | None = None
     tls: TlsContents | None = None
     log_format: Format = "text"
@@ -152,10 +158,13 @@ class Stream:
 
 
 class ReceiverService:
-    """The one method that a receiver answers."""
+    """The one method that a receiver answers, to so many callers at once."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: EngineLink, max_streams: int) -> None:
         self._link = link
+        self._max_streams = max_streams
+        self._free = threading.Semaphore(max_streams)
+        self._reports = LimitReports("weight", max_streams)
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """By method name. Requests stay as they came: see chunk_wire.py."""
@@ -167,7 +176,18 @@ class ReceiverService:
         }
 
     def _update_from_tensor(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-        return answered(context, METHOD, lambda: self._run(messages, context))
+        return answered(context, METHOD, lambda: self._within_limit(messages, context))
+
+    def _within_limit(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> pb.UpdateWeightsResponse:
+        if not self._free.acquire(blocking=False):
+            self._reports.refused(time.monotonic())
+            raise too_many("weight", self._max_streams)
+        try:
+            return self._run(messages, context)
+        finally:
+            self._free.release()
 
     def _run(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> pb.UpdateWeightsResponse:
         header = _header(next(messages, None))
@@ -193,13 +213,14 @@ def serve(config: ReceiverConfig, link: EngineLink) -> tuple[grpc.Server, int]:
     Raises:
         RuntimeError: the address cannot be bound.
     """
+    threads = config.max_streams + REFUSING_THREADS
     server = grpc.server(
-        ThreadPoolExecutor(2 * MAX_STREAMS, thread_name_prefix="stream"),
+        ThreadPoolExecutor(threads, thread_name_prefix="stream"),
         interceptors=() if config.token is None else (ThreadedTokenInterceptor(config.token),),
         options=server_options(config.max_message_bytes),
-        maximum_concurrent_rpcs=2 * MAX_STREAMS,
+        maximum_concurrent_rpcs=threads,
     )
-    server.add_registered_method_handlers(SERVICE, ReceiverService(link).handlers())
+    server.add_registered_method_handlers(SERVICE, ReceiverService(link, config.max_streams).handlers())
     address = join_address(config.host, 0)
     if config.tls is None:
         port = server.add_insecure_port(address)

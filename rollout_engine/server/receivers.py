@@ -135,6 +135,7 @@ class Receivers:
             host=config.host,
             max_message_bytes=config.max_message_bytes,
             first_call_id=0,
+            max_streams=config.max_weight_streams,
             token=None if config.token is None else config.token.get_secret_value(),
             tls=tls,
             log_format=config.log_format,

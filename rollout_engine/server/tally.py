@@ -63,6 +63,10 @@ class Tally:
         """A call, or an item of a batch, was answered with an error."""
         self.metrics.add(names.ERRORS, 1, kind, reason)
 
+    def streams_open(self, kind: str, num: int) -> None:
+        """So many streams of this kind are open now."""
+        self.metrics.set(names.STREAMS, num, kind)
+
     # -------------------------------------------------------- updates
 
     def update_ended(self, record: UpdateRecord) -> None:

@@ -10,14 +10,24 @@ import pytest
 from tests.cases.common import Tensors, stored, wake
 from tests.desk import Desk, desk
 from tests.engines import RunningEngine, serve
+from tests.preloaded import ForkedCommand
 from tests.tiny import make_tiny
 from tests.ways import Ways
+from weight_updater import gloo_parent
 
 
 @pytest.fixture(scope="session")
 def tied_dir(tmp_path_factory) -> Path:
     """A tiny Llama with a tied head, of which the file has the embedding only, float32. Read only."""
-    return make_tiny(tmp_path_factory.mktemp("tied-llama"), "llama", tied=True)
+    return make_tiny(tmp_path_factory.mktemp("tied-llama"), "llama", tied=True, context_length=2048)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def forked_group_children() -> Iterator[None]:
+    """Groups come and go here by the dozen; what is asked of their children needs no fresh one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo_parent, "CHILD_COMMAND", ForkedCommand(gloo_parent.CHILD_COMMAND))
+        yield
 
 
 @pytest.fixture(scope="package")
@@ -68,6 +78,6 @@ def untied(tmp_path_factory) -> Iterator[tuple[Desk, Ways, Path]]:
 def served(tied_dir, tmp_path_factory) -> Iterator[RunningEngine]:
     """A real engine behind gRPC, for what the wire alone shows."""
     with serve(
-        tied_dir, "--num-pages", "128", "--weights-root", str(tmp_path_factory.getbasetemp())
+        tied_dir, "--num-pages", "128", "--weights-root", str(tmp_path_factory.getbasetemp()), forked=True
     ) as running:
         yield running

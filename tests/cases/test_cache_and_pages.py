@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from rollout_engine import messages as m
 from rollout_engine.errors import EngineError
@@ -14,7 +15,7 @@ from tests.cases.common import assert_serves, reference, trained
 from tests.desk import Desk, Running, chunks_of, desk
 from tests.local_engine import LocalEngine
 from tests.tiny import EOS, make_tiny
-from tests.ways import STAGINGS, WAYS, manifest_of
+from tests.ways import STAGINGS, WAYS, Ways, manifest_of
 from tests.wire.trainer import PROMPT, reference_tokens
 from weight_updater.requests import BeginUpdate, Inflight, Path, Staging
 
@@ -45,6 +46,26 @@ def test_the_same_prompt_under_new_weights_finds_nothing(
     assert again.num_cached == 0
     assert again.tokens() == reference_tokens(reference(tied_dir, new), PROMPT, 16)
     assert engine.generate(PROMPT).num_cached == 32
+
+
+@pytest.mark.case("B060")
+@pytest.mark.parametrize("shortest", [5, 20, 40])
+def test_a_step_follows_page_tables_that_grow_and_batches_that_shrink(
+    shortest, engine, tied_dir, weights, ways
+):
+    """Eight sequences over several borders of pages, of which five end early; graphs are in tests/gpu."""
+    new = trained(weights)
+    ways.push("segment", new)
+    prompts = [[3 + i, *PROMPT][: 1 + 6 * i] for i in range(8)]  # 1 to 43 tokens: borders come at all times
+    lengths = [shortest + i if i % 3 else 70 for i in range(8)]
+    running = [engine.submit(p, max_tokens=n) for p, n in zip(prompts, lengths, strict=True)]
+    model = reference(tied_dir, new)
+    for prompt, length, request in zip(prompts, lengths, running, strict=True):
+        tokens = request.end().tokens()
+        assert len(tokens) == length
+        with torch.no_grad():
+            best = model(torch.tensor([prompt + tokens])).logits[0].argmax(-1)
+        assert tokens == best[len(prompt) - 1 : -1].tolist(), "each is the best one after all before it"
 
 
 @pytest.mark.case("B053")
@@ -84,6 +105,31 @@ def test_groups_that_an_update_meets_leave_nothing_stale(inflight, engine, ways,
     spoiled = engine.generate(PROMPT + whole[:60], 16)
     assert spoiled.tokens() == reference_tokens(model, PROMPT + whole[:60], 16)
     assert all_pages_free(engine)
+
+
+@pytest.mark.case("B053")
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("n", [2, 3])
+def test_completions_that_start_after_an_update_share_no_page_with_one_that_started_before(
+    n, prefix_cache, tied_dir, tmp_path, weights
+):
+    """The first of a group goes on with the pages that it has; the others find no row until it is over."""
+    with (
+        desk(tied_dir, prefix_cache=prefix_cache, max_running_requests=2) as engine,
+        Ways(engine, tmp_path) as ways,
+    ):
+        other = engine.submit([3, 4], max_tokens=120)
+        group = engine.submit(PROMPT, n=n, max_tokens=300)
+        group.until(lambda: len(group.tokens(0)) > 2)
+        new = trained(weights)
+        ways.push("stream", new, inflight=Inflight.KEEP)
+        assert not other.ended
+        assert group.tokens(1) == [], "it waits for a row"
+        group.end(), other.end()
+        expected = reference_tokens(reference(tied_dir, new), PROMPT, 8)
+        for index in range(1, n):
+            assert group.tokens(index)[:8] == expected
+        assert all_pages_free(engine)
 
 
 @pytest.mark.case("B053")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 import torch
 
-from tests.cases.common import GATE, LAYER, UP, K, Q, Tensors, V, assert_serves, live, trained
+from rollout_engine.errors import EngineError
+from rollout_engine.models.config import ModelConfig
+from rollout_engine.models.registry import MODELS
+from tests.cases.common import DOWN, GATE, LAYER, UP, K, Q, Tensors, V, assert_serves, live, trained
 from tests.desk import chunks_of, desk
 from tests.tiny import load_reference, make_tiny
 from tests.unit.weight_updater.tiny_target import begin, make_updater, manifest_of, push, send
@@ -66,14 +70,18 @@ def test_a_part_that_never_comes_ends_the_session(staging, lost, engine, weights
         lambda chunk: order[chunk[0]] != lost,
         lambda chunk: order[chunk[0]] != lost or not chunk[1],
     ):
-        begun = engine.begin(BeginUpdate(Path.TENSOR, manifest=manifest_of(new), staging=staging))
-        engine.stream(begun.update_id, filter(keep, chunks_of(new, 512)))
-        with pytest.raises(
-            UpdateRefused, match=f"1 of .* tensors have not arrived whole; the first is {lost}"
-        ) as short:
-            engine.commit(begun.update_id)
-        assert short.value.reason is Reason.INCOMPLETE
-        assert engine.abort_update(begun.update_id)
+        for skips in (True, False):
+            request = BeginUpdate(
+                Path.TENSOR, manifest=manifest_of(new), staging=staging, skip_checksums=skips
+            )
+            begun = engine.begin(request)
+            engine.stream(begun.update_id, filter(keep, chunks_of(new, 512)))
+            with pytest.raises(
+                UpdateRefused, match=f"1 of .* tensors have not arrived whole; the first is {lost}"
+            ) as short:
+                engine.commit(begun.update_id)
+            assert short.value.reason is Reason.INCOMPLETE
+            assert engine.abort_update(begun.update_id)
     assert live(engine) == before
 
 
@@ -110,6 +118,37 @@ def test_heads_of_q_k_and_v_stay_where_they_belong(num_heads, num_kv_heads, tmp_
         assert live(engine) == before
         ways.push("stream", new)
         assert_serves(engine, other, new)
+
+
+def shards_of(tensors: Tensors, rank: int) -> Tensors:
+    """What a rank of a tensor-parallel trainer of two holds: rows of q, k, v, gate, up and the embedding,
+    columns of o and down, and the norms.
+    """
+    dims = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "embed_tokens": 0}
+    dims |= {"o_proj": 1, "down_proj": 1}
+    cut = {name: dims.get(name.split(".")[-2]) for name in tensors}
+    return {n: t if cut[n] is None else t.chunk(2, cut[n])[rank].contiguous() for n, t in tensors.items()}
+
+
+@pytest.mark.case("B001")
+@pytest.mark.case("B021")
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_ranks_shards_are_refused_before_one_is_taken_for_the_whole(
+    rank, way, staging, engine, ways, weights
+):
+    before, new = live(engine), trained(weights)
+    shards = shards_of(new, rank)
+    with pytest.raises(UpdateRefused, match="rank's shard, gather the whole tensor") as refused:
+        ways.push(way, shards, staging=staging)
+    first = next(n for n in new if shards[n].shape != new[n].shape)
+    theirs, ours = list(shards[first].shape), list(new[first].shape)
+    assert f"{first} has shape {theirs}, the model's {first} has {ours}" in refused.value.message
+    assert refused.value.reason is Reason.MANIFEST_MISMATCH
+    with pytest.raises(UpdateRefused, match=f"{Q} has shape"):
+        ways.push(way, {Q: shards[Q]}, staging=staging, partial=True)
+    assert live(engine) == before
 
 
 def expert(i: int, part: str) -> str:
@@ -152,8 +191,46 @@ def test_each_expert_fills_its_own_rows_and_another_number_is_refused():
     assert torch.equal(target.buffer, before)
 
 
+EXPERT_SHAPES = {
+    "one by one": {expert(i, part): (96, 64) for i in range(4) for part in ("gate", "up")}
+    | {expert(i, "down"): (64, 96) for i in range(4)},
+    "stacked": {
+        f"{LAYER}mlp.experts.gate_up_proj": (4, 192, 64),
+        f"{LAYER}mlp.experts.down_proj": (4, 64, 96),
+    },
+    "stacked, as .weight": {f"{LAYER}mlp.experts.gate_up_proj.weight": (4, 192, 64)},
+}
+
+
+@pytest.mark.case("B022")
+@pytest.mark.parametrize("form", EXPERT_SHAPES)
+def test_experts_are_refused_by_name_by_a_model_that_has_none(form, engine, ways, tied_dir, weights):
+    before, new = live(engine), trained(weights)
+    experts = {name: torch.ones(shape) for name, shape in EXPERT_SHAPES[form].items()}
+    dense = {name: tensor for name, tensor in new.items() if name not in (GATE, UP, DOWN)}
+    for way in WAYS:
+        with pytest.raises(UpdateRefused, match=f"{len(experts)} tensors that the model lacks") as refused:
+            ways.push(way, {**dense, **experts})
+        assert next(iter(experts)) in refused.value.message
+    assert live(engine) == before
+    reply = ways.push("stream", {**new, **experts}, partial=True, staging=Staging.HOST)
+    assert set(reply.unmatched) == set(experts), "told, and put nowhere"
+    assert_serves(engine, tied_dir, new)
+
+
+@pytest.mark.case("B022")
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+def test_a_model_with_experts_is_not_taken_for_a_dense_one(architecture, tmp_path):
+    directory = make_tiny(tmp_path / "m", "qwen3")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    with pytest.raises(EngineError, match=f"its architecture is '{architecture}'"):
+        ModelConfig.from_directory(directory, known=tuple(MODELS))
+
+
 @pytest.mark.case("B023")
-def test_many_small_tensors_in_many_chunks_take_time_in_their_number():
+@pytest.mark.parametrize("num_chunks", [200, 2300])
+def test_many_small_tensors_in_many_chunks_take_time_in_their_number(num_chunks):
     def seconds(count: int) -> float:
         """Of this process, whatever else the machine does."""
         names = [f"{LAYER}mlp.experts.{i}.w.weight" for i in range(count)]
@@ -166,7 +243,7 @@ def test_many_small_tensors_in_many_chunks_take_time_in_their_number():
         packed[:, :8] = torch.stack(list(new.values()))
         started = time.process_time()
         update_id = begin(updater, new, checksums_came=False)
-        for rows in packed.view(200, -1).view(torch.uint8).unbind():
+        for rows in packed.view(num_chunks, -1).view(torch.uint8).unbind():
             send(updater, update_id, iter([(None, seconds_at[0], rows)]))
             seconds_at[0] += rows.numel()
         updater.verify(update_id)

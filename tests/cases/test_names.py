@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rollout_engine.config import load_config
+from rollout_engine.errors import ConfigError
 from tests.cases.common import EMBED, GATE, Q, Tensors, assert_serves, live, trained
 from tests.ways import STAGINGS, WAYS
 from weight_updater.checksum import checksum, fold_by_name
@@ -157,6 +159,16 @@ def test_rounded_frequencies_of_a_trainer_are_not_taken(way, staging, engine, wa
     assert set(reply.unmatched) == set(FREQUENCIES)
     assert all(torch.equal(b, tables[n]) for n, b in engine.runner.model.named_buffers())
     assert_serves(engine, tied_dir, new)
+
+
+@pytest.mark.case("B114")
+@pytest.mark.parametrize("key", ["draft_model", "speculative_model", "num_speculative_tokens"])
+def test_an_engine_with_a_draft_cannot_be_asked_for(key, tied_dir, tmp_path):
+    with pytest.raises(ConfigError, match=key):
+        load_config({"model": tied_dir, key: "1"})
+    (tmp_path / "serve.toml").write_text(f'{key} = "1"\n')
+    with pytest.raises(ConfigError, match=key):
+        load_config({"model": tied_dir}, tmp_path / "serve.toml")
 
 
 @pytest.mark.case("B114")

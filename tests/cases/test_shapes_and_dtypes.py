@@ -6,7 +6,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cases.common import EMBED, HEAD, NORM, UP, K, Q, Tensors, assert_serves, live, stored, trained
+from tests.cases.common import (
+    EMBED,
+    HEAD,
+    NORM,
+    UP,
+    K,
+    Q,
+    Tensors,
+    assert_serves,
+    live,
+    stored,
+    strided,
+    trained,
+)
 from tests.desk import desk
 from tests.tiny import make_tiny
 from tests.ways import STAGINGS, WAYS, Ways
@@ -96,7 +109,7 @@ def test_another_shape_is_refused_before_a_byte_moves(shape, partial, engine, wa
         sides = (
             f"{name} has shape {list(new[name].shape)}, the model's {name} has {list(weights[name].shape)}"
         )
-        assert refused.value.message == sides
+        assert refused.value.message.partition("; if that is one rank's shard")[0] == sides
     assert live(engine) == before
     assert engine.generate(PROMPT).tokens() == tokens
 
@@ -136,25 +149,6 @@ def test_another_number_of_vocabulary_rows_is_refused(tied, tmp_path):
         assert live(engine) == before
         assert engine.runner.target.addresses() == addresses
         assert engine.generate([5], 32).tokens(), "and every id that is sampled is one of the 100"
-
-
-def strided(tensors: Tensors) -> Tensors:
-    """The same values with other memory: transposed, every second row, a column step, from an offset."""
-    found = {}
-    for number, (name, tensor) in enumerate(tensors.items()):
-        if tensor.dim() == 1:
-            wide = torch.zeros(3 * len(tensor) + 5)
-            view = wide[5::3]
-        elif number % 3 == 0:
-            view = torch.zeros(tensor.shape[::-1]).t()
-        elif number % 3 == 1:
-            view = torch.zeros(2 * tensor.shape[0] + 1, tensor.shape[1])[1::2]
-        else:
-            view = torch.zeros(tensor.shape[0], 3, tensor.shape[1])[:, 1]
-        view.copy_(tensor)
-        assert not view.is_contiguous()
-        found[name] = view
-    return found
 
 
 @pytest.mark.case("B031")

@@ -47,6 +47,28 @@ def test_an_embedding_alone_feeds_the_head_too(way, staging, engine, ways, tied_
 
 
 @pytest.mark.case("B001")
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_pipeline_stages_of_a_trainer_feed_the_head_and_the_embedding(
+    way, staging, engine, ways, tied_dir, weights
+):
+    """The first has the embedding, the last a copy of it as its head; neither is the model by itself."""
+    before, new = live(engine), trained(weights)
+    first = {name: new[name] for name in new if name == EMBED or ".layers.0." in name}
+    last = {name: new[name] for name in new if name not in first} | {HEAD: new[EMBED].clone()}
+    for stage in (first, last):
+        with pytest.raises(UpdateRefused, match="the manifest lacks"):
+            ways.push(way, stage, staging=staging)
+    assert live(engine) == before
+    ways.push(way, last, staging=staging, partial=True)
+    model = engine.runner.model
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert torch.equal(model.model.embed_tokens.weight, new[EMBED]), "the head alone moves both"
+    ways.push(way, first, staging=staging, partial=True)
+    assert_serves(engine, tied_dir, new)
+
+
+@pytest.mark.case("B001")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("has_head", [False, True])
 def test_tied_checkpoints_of_every_architecture_load(name, has_head, tmp_path):

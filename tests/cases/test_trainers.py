@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cases.common import strided
 from tests.engines import RunningEngine
 from tests.tiny import load_reference
 from tests.unit.adapters.fake_engine import FakeEngine, serving
@@ -132,6 +133,22 @@ def test_pushing_leaves_the_trainer_as_it_was(dtype, path, served: RunningEngine
         assert torch.equal(parameter, value)
         assert (parameter.data_ptr(), parameter.dtype) == (address, kind)
         assert parameter.requires_grad
+
+
+@pytest.mark.case("B031")
+@pytest.mark.case("B106")
+@pytest.mark.parametrize("path", PATHS)
+def test_parameters_of_any_strides_arrive_by_value(path, served: RunningEngine, senders, model):
+    """Transposed, a column of a wider one, every second row, from an offset: logical values are sent."""
+    parameters = list(model.parameters())
+    for parameter, view in zip(parameters, strided(dict(model.named_parameters())).values(), strict=True):
+        parameter.data = view
+    assert not any(parameter.is_contiguous() for parameter in parameters)
+    for options in ({}, {"staging": "none"}, {"verify": False}):
+        train(model, next(SEEDS))
+        report = push_weights(ModuleSource(model), served.weights, via=senders[path], **options)
+        assert served.weights.checksums().by_name == checksums_of(ModuleSource(model)), options
+    assert_serves(served, model, report.version)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Faults on request.
 
-python -m tests.faults soak --minutes 10 [--seed N]    rounds at random; counts go to counts.json
+python -m tests.faults soak --minutes 10 [--seed N] [--players N]    rounds at random, several side by side;
+                                                                     counts go to counts.json
 python -m tests.faults repeat "disk / host / begun / kill trainer / 4711"
 """
 
@@ -10,7 +11,9 @@ import argparse
 import contextlib
 import fcntl
 import json
+import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.faults.nursery import Nursery, nursery
-from tests.faults.play import Player
+from tests.faults.play import Outcome, Player
 from tests.faults.rounds import Round, endless, parse
 from tests.faults.stand import Stand
 from tests.faults.verdict import Ledger
@@ -28,6 +31,8 @@ from tests.tiny import make_tiny
 from trainers_adapters import RollsyncError
 
 COUNTS = Path(__file__).with_name("counts.json")
+SAVE_EVERY = 5
+"""Rounds; no more of them are lost when a soak is killed."""
 
 
 @contextlib.contextmanager
@@ -51,20 +56,34 @@ def playground() -> Iterator[Player]:
             yield player
 
 
-def read_counts() -> Counter[str]:
-    return Counter(json.loads(COUNTS.read_text())) if COUNTS.exists() else Counter()
+def read_counts(path: Path = COUNTS) -> Counter[str]:
+    return Counter(json.loads(path.read_text())) if path.exists() else Counter()
 
 
-def add_counts(more: Counter[str]) -> int:
-    """Add rounds that were played and held; returns how many there are in all."""
-    with COUNTS.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        text = file.read()
-        counts = Counter(json.loads(text) if text else {}) + more
-        file.truncate(0)
-        file.write(json.dumps(dict(sorted(counts.items())), indent=0) + "\n")
+def add_counts(more: Counter[str], path: Path = COUNTS) -> int:
+    """Add rounds that were played and held; returns how many there are in all.
+
+    Several processes may do so at once, and any may be killed at any moment: the file is the old one or the
+    new one.
+    """
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        counts = read_counts(path) + more
+        written = path.with_suffix(".new")
+        written.write_text(json.dumps(dict(sorted(counts.items())), indent=0) + "\n")
+        written.replace(path)
+    finally:
+        os.close(folder)
     return counts.total()
+
+
+def side_by_side(minutes: float, seed: int, num_players: int) -> int:
+    """Soaks at the same time, each with processes, files and ports of its own. 1 if any saw a round fail."""
+    command = [sys.executable, "-m", "tests.faults", "soak", "--minutes", str(minutes), "--players", "1"]
+    seeds = [str(seed + number) for number in range(num_players)]
+    players = [subprocess.Popen([*command, "--seed", one]) for one in seeds]
+    return max(min(1, abs(player.wait())) for player in players)
 
 
 def soak(minutes: float, seed: int) -> int:
@@ -74,36 +93,50 @@ def soak(minutes: float, seed: int) -> int:
     num_held = num_failed = 0
     print(f"seed {seed}", flush=True)
     while time.monotonic() < deadline:
-        played: Counter[str] = Counter()
+        held: Counter[str] = Counter()
         try:
             with playground() as player:
-                _soak(player, rounds, deadline, played)
-        except (AssertionError, RollsyncError):
+                _soak(player, rounds, deadline, held)
+        except (AssertionError, RollsyncError, OSError):
             traceback.print_exc()
             num_failed += 1
-        finally:
-            num_held += played.total()
-            print(f"{num_held} rounds held, {num_failed} failed; {add_counts(played)} in all", flush=True)
+        num_held += held.total()
+        print(f"seed {seed}: {num_held} rounds held, {num_failed} failed", flush=True)
     return min(1, num_failed)
 
 
-def _soak(player: Player, rounds: Iterator[Round], deadline: float, played: Counter[str]) -> None:
-    for round_ in rounds:
-        if time.monotonic() > deadline:
-            return
-        started = time.monotonic()
-        try:
-            player.play(round_)
-        except BaseException:
-            print(
-                f"FAILED after {time.monotonic() - started:.1f} s; repeat it by\n  {round_.line}", flush=True
-            )
-            raise
-        played[round_.key] += 1
-        if played.total() % 25 == 0:
-            print(
-                f"{played.total()} rounds, {(deadline - time.monotonic()) / 60:.1f} minutes left", flush=True
-            )
+def _soak(player: Player, rounds: Iterator[Round], deadline: float, held: Counter[str]) -> None:
+    """Play until the deadline or a failure; `held` gets what held, and so does the file, a few at a time."""
+    unsaved: Counter[str] = Counter()
+    try:
+        for round_ in rounds:
+            if time.monotonic() > deadline:
+                return
+            if not _play(player, round_).stopped and round_.strike != "full":
+                print(f"not counted, the strike found nobody: {round_.line}", flush=True)
+                continue
+            held[round_.key] += 1
+            unsaved[round_.key] += 1
+            if unsaved.total() == SAVE_EVERY:
+                total = add_counts(unsaved)
+                unsaved.clear()
+                print(
+                    f"{total} rounds in all, {(deadline - time.monotonic()) / 60:.1f} minutes left",
+                    flush=True,
+                )
+    finally:
+        if unsaved:
+            add_counts(unsaved)
+
+
+def _play(player: Player, round_: Round) -> Outcome:
+    started = time.monotonic()
+    try:
+        return player.play(round_)
+    except BaseException:
+        seconds = time.monotonic() - started
+        print(f"FAILED after {seconds:.1f} s; repeat it by\n  {round_.line}\n{player.log()}", flush=True)
+        raise
 
 
 def repeat(text: str, times: int) -> int:
@@ -123,11 +156,14 @@ def main() -> int:
     soaking = commands.add_parser("soak")
     soaking.add_argument("--minutes", type=float, default=10.0)
     soaking.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
+    soaking.add_argument("--players", type=int, default=3, help="mostly they wait, and need half a core each")
     repeating = commands.add_parser("repeat")
     repeating.add_argument("round")
     repeating.add_argument("--times", type=int, default=1)
     chosen = parser.parse_args()
     try:
+        if chosen.command == "soak" and chosen.players > 1:
+            return side_by_side(chosen.minutes, chosen.seed, chosen.players)
         if chosen.command == "soak":
             return soak(chosen.minutes, chosen.seed)
         return repeat(chosen.round, chosen.times)

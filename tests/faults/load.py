@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from tests.faults.nursery import Forked, Nursery, nursery
-from tests.faults.stand import Stand
+from tests.faults.stand import RECEIVERS, Stand
 from tests.faults.weights import base_of, load_model, weights_of
 from tests.tiny import make_tiny
 from tests.wire.trainer import Named, checksums_of
@@ -39,19 +39,19 @@ STAGINGS = ("host", "device", "none")
 INFLIGHTS = ("keep", "recompute", "wait", "abort")
 NUM_PROCESSES = 4
 GROWTH_BYTES = 16 << 20
-"""How much larger the engine or the front may be at the end than after the first quarter of the updates."""
+"""How much larger each process may be at the end than after the first quarter of the updates."""
 
 
 @dataclass
 class Load:
-    """What a run saw. pauses: seconds, by path. memory: resident bytes of (engine, front) over time."""
+    """What a run saw. pauses: seconds, by path. memory: resident bytes by process, over time."""
 
     updates: Counter[str] = field(default_factory=Counter)
     pauses: dict[str, list[float]] = field(default_factory=dict)
     seconds: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     num_aborted: int = 0
-    memory: list[tuple[int, int]] = field(default_factory=list)
+    memory: list[dict[str, int]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def table(self) -> str:
@@ -63,8 +63,8 @@ class Load:
             f"{self.updates.total()} updates in {self.seconds:.0f} s; {self.counts['tokens']} tokens",
             f"streams: {streams}",
             f"errors that were not asked for: {len(self.errors)}",
-            f"engine {first[0] / mib:.0f} MiB after a quarter, {last[0] / mib:.0f} at the end; "
-            f"front {first[1] / mib:.0f}, {last[1] / mib:.0f}",
+            "MiB after a quarter and at the end: "
+            + ", ".join(f"{who} {first[who] / mib:.0f}, {last[who] / mib:.0f}" for who in last),
             f"{'path':12} {'updates':>8} {'pause ms, median':>18} {'most':>8}",
         ]
         for path, pauses in self.pauses.items():
@@ -101,7 +101,8 @@ def run(stand: Stand, model_dir: Path, num_updates: int, num_clients: int, seed:
     assert not load.errors, load.errors
     assert load.counts["abort by an update"] <= load.num_aborted, (load.counts, load.num_aborted)
     early = load.memory[len(load.memory) // 4]
-    for who, before, after in zip(("engine", "front"), early, load.memory[-1], strict=True):
+    for who, after in load.memory[-1].items():
+        before = early[who]
         assert after - before < GROWTH_BYTES, f"the {who} grew from {before} to {after} bytes: {load.memory}"
     return load
 
@@ -117,6 +118,7 @@ def _update(
 ) -> None:
     kinds = list(itertools.product(INFLIGHTS, STAGINGS, senders))
     rng.shuffle(kinds)
+    kinds.insert(0, kinds.pop([path for *_, path in kinds].index("tensor")))  # it starts the receivers
     ways = itertools.cycle(kinds)
     for number, (inflight, staging, path) in zip(range(num_updates), ways, strict=False):
         weights = weights_of(base, rng.randrange(1, 1 << 30))
@@ -135,7 +137,7 @@ def _update(
         load.pauses.setdefault(path, []).append(reply.seconds.pause)
         load.num_aborted += reply.num_aborted
         if number % max(1, num_updates // 40) == 0:
-            load.memory.append((_resident(stand.engine_pid), _resident(stand.front.pid)))
+            load.memory.append(_memory(stand))
             live = stand.weights.checksums()
             assert live.by_name == checksums_of(weights.items())
             assert (live.weight_version, live.commit_sequence) == (reply.version, reply.commit_sequence)
@@ -165,6 +167,15 @@ def _senders(work_dir: Path) -> Iterator[dict[str, Sender]]:
             "ipc": IpcArena(),
         }
         yield {path: stack.enter_context(sender) for path, sender in made.items()}
+
+
+def _memory(stand: Stand) -> dict[str, int]:
+    """Of the engine, its front and its receivers, whom the stream of every update needs."""
+    receivers = stand.nursery.children()["receiver"]
+    assert len(receivers) == RECEIVERS
+    pids = {"engine": stand.engine_pid, "front": stand.front.pid}
+    pids |= {f"receiver {number}": pid for number, pid in enumerate(sorted(receivers), start=1)}
+    return {who: _resident(pid) for who, pid in pids.items()}
 
 
 def _resident(pid: int) -> int:

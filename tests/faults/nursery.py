@@ -1,6 +1,6 @@
 """A parent that has imported everything, and forks what tests want to kill.
 
-    python -m tests.faults.nursery SOCKET STUB MODEL_DIR
+    python -m tests.faults.nursery SOCKET STUB [MODEL_DIR]
 
 Importing torch and transformers takes seconds, forking a process that has them takes milliseconds. The
 parent stays fit to be forked: it has one thread, and no channel was ever opened in it. Every request comes
@@ -119,14 +119,15 @@ class Nursery:
 
 
 @contextlib.contextmanager
-def nursery(work_dir: Path, model_dir: Path) -> Iterator[Nursery]:
-    """Start one; its children end with it."""
+def nursery(work_dir: Path, model_dir: Path | None = None) -> Iterator[Nursery]:
+    """Start one; its children end with it. Trainers need `model_dir`."""
     path, stub, log = str(work_dir / "nursery"), work_dir / "python", work_dir / "log"
     stub.write_text(STUB.read_text().replace("@PYTHON@", sys.executable).replace("@SOCKET@", path))
     stub.chmod(0o700)
+    model = [] if model_dir is None else [str(model_dir)]
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.nursery", path, str(stub), str(model_dir)],
+            [sys.executable, "-m", "tests.faults.nursery", path, str(stub), *model],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -181,7 +182,8 @@ class _Parent:
         if data[:1] != b"{":  # a stub
             words = data.decode().split("\0")[1:]
             module = words[words.index("-m") + 1]
-            self._fork(link, module.rpartition(".")[2], {"words": words}, fds)
+            role = module.rpartition(".")[2]
+            self._fork(link, role if role in self._roles else "module", {"words": words}, fds)
             return
         request = json.loads(data)
         if "role" in request:
@@ -254,11 +256,11 @@ class _Parent:
             os._exit(code)
 
 
-def main(path: str, stub: str, model_dir: str) -> None:
+def main(path: str, stub: str, model_dir: str = "") -> None:
     """Import, and fork on request until stdin ends."""
     from tests.faults import roles
 
-    roles.load(Path(model_dir))
+    roles.load(Path(model_dir) if model_dir else None)
     parent = _Parent(path, stub, roles.ROLES)
     gc.collect()
     gc.freeze()

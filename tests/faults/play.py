@@ -24,7 +24,11 @@ FETCHED = ("disk", "segment", "ipc")
 
 @dataclass
 class Outcome:
-    """What was seen in a round. ended: what the trainer reported last, if it lived to do so."""
+    """What was seen in a round.
+
+    stopped: the trainer came to the stage where it was to be struck. ended: what it reported last, if it
+    lived to do so.
+    """
 
     stopped: bool = False
     ended: dict = field(default_factory=dict)
@@ -44,6 +48,10 @@ class Player:
         for path in ("distributed", "disk", "tensor", "segment", "ipc"):
             self.play(Round(path, "host", "committed", "none", 7), check=False)
         self._stand.take_baseline()
+
+    def log(self) -> str:
+        """The end of what the processes have logged."""
+        return self._stand.nursery.log.read_text()[-4000:]
 
     def play(self, round_: Round, *, check: bool = True) -> Outcome:
         """One round.

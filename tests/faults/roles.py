@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import runpy
 import socket
 import sys
 import time
@@ -20,14 +21,17 @@ from rollout_engine.server import app, receiver, receivers
 from rollout_engine.server.engine_process import ENGINE_COMMAND
 from tests.faults import client, crowd, trainer
 from tests.faults.weights import load_model
-from weight_updater import gloo_child
+from weight_updater import gloo_child, gloo_parent
 
 
-def load(model_dir: Path) -> None:
-    """PARENT. The trainer's model, made by one thread."""
+def load(model_dir: Path | None) -> None:
+    """PARENT. What takes long, done by one thread; the trainer's model, if there are to be trainers."""
     torch.set_num_threads(1)
-    trainer.MODEL = load_model(model_dir)
-    assert transformers.AutoTokenizer is not None  # resolves what the front imports for a tokenizer
+    if model_dir is not None:
+        trainer.MODEL = load_model(model_dir)
+    # What engines and fronts import when they need it.
+    assert transformers.AutoTokenizer is not None
+    assert transformers.AutoConfig is not None
     assert len(os.listdir("/proc/self/task")) == 1, "the imports started a thread"
 
 
@@ -41,7 +45,7 @@ def front(fds: list[int], *, control: mmap.mmap, stub: str, config: dict, ready_
 
 def engine(fds: list[int], *, control: mmap.mmap, stub: str, words: list[str]) -> int:
     """The engine process of a front; its group children come from the nursery as well."""
-    sys.executable = stub
+    gloo_parent.CHILD_COMMAND = (stub, *gloo_parent.CHILD_COMMAND[1:])
     os.preadv = _faulty_reads(control, os.preadv)  # type: ignore[assignment]
     return engine_main.main(_take_over(fds, words))
 
@@ -56,6 +60,15 @@ def group_child(fds: list[int], *, control: mmap.mmap, stub: str, words: list[st
     _take_over(fds, words)
     sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
     gloo_child.main()
+    return 0
+
+
+def module(fds: list[int], *, control: mmap.mmap, stub: str, words: list[str]) -> int:
+    """Any module, as `python -m` runs it."""
+    arguments, name = _take_over(fds, words), words[words.index("-m") + 1]
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
     return 0
 
 
@@ -99,6 +112,7 @@ ROLES: dict[str, Callable[..., int]] = {
     "engine_main": engine,
     "gloo_child": group_child,
     "receiver": receive,
+    "module": module,
     "trainer": _talking(trainer.main),
     "client": _talking(client.main),
     "crowd": _talking(crowd.main),

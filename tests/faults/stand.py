@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from weight_updater.shm import sweep
 LEASE_S = 0.8
 UPLOAD_LEASE_S = 1.5
 """How long the engine waits for the next chunk of a stream: its own lease, not an update's."""
+RECEIVERS = 2
+"""Processes that take chunk streams, at ports of their own."""
 WORKERS = 4
 """Threads of the engine's pool, which start when they are needed and stay."""
 GIVEN_BACK_S = 6.0
@@ -53,7 +56,7 @@ class Stand:
             "num_threads": 1,
             "num_pages": self._num_pages,
             "upload_slots": 4,
-            "stream_receivers": 2,
+            "stream_receivers": RECEIVERS,
             "max_message_bytes": 64 << 10,
             "weights_roots": [str(self.work_dir)],
             "reserve_device_staging": True,
@@ -189,7 +192,9 @@ def _listening(pid: int) -> int:
 
 def _ownerless() -> set[str]:
     """Segments in /dev/shm that no living process has mapped or open."""
-    there = set(_SEGMENT.findall(" ".join(os.listdir("/dev/shm"))))
+    there = {name for name in map(str, os.listdir("/dev/shm")) if _SEGMENT.match(name)}
+    # To look through all processes takes long, and the lock on a file says the same of most.
+    there = {_SEGMENT.findall(name)[0] for name in there if not _is_locked_or_gone(f"/dev/shm/{name}")}
     for pid in filter(str.isdigit, os.listdir("/proc")) if there else ():
         try:
             there -= set(_SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text()))
@@ -197,3 +202,18 @@ def _ownerless() -> set[str]:
         except OSError:
             continue  # it ended, or is another user's
     return there
+
+
+def _is_locked_or_gone(path: str) -> bool:
+    """Whether a living process holds a lock on a file, or there is no such file any more."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

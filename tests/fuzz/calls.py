@@ -66,12 +66,19 @@ MAY_WAIT = {"WatchEngine", "Generate", "GenerateBatch", "Score", "InitWeightsUpd
 """Calls that may rightly take as long as the caller lets them: for a change, a peer, a paused engine."""
 
 
-def call_and_check(channel: grpc.Channel, name: str, requests: Sequence[bytes]) -> Outcome:
-    """Call; fail if it hangs, or ends in an error without a reason, or with that of a bug."""
-    seconds = WAITING_SECONDS if name in MAY_WAIT else SECONDS
+def call_and_check(
+    channel: grpc.Channel, name: str, requests: Sequence[bytes], *, may_wait: bool = True
+) -> Outcome:
+    """Call; fail if it hangs, or ends in an error without a reason, or with that of a bug.
+
+    Args:
+        may_wait: whether a call of MAY_WAIT may wait now.
+    """
+    may_wait = may_wait and name in MAY_WAIT
+    seconds = WAITING_SECONDS if may_wait else SECONDS
     outcome = call(channel, METHODS[name], requests, seconds)
     if outcome.reason == "DEADLINE":
-        assert name in MAY_WAIT, f"{name} hung for {seconds} s"
+        assert may_wait, f"{name} hung for {seconds} s"
     else:
         assert outcome.is_typed, f"{name}: {outcome}"
     return outcome

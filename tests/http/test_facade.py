@@ -5,96 +5,25 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
 
-from tests.engines import RunningEngine, serve
-from tests.tiny import load_reference, make_tiny
-from tests.wire.trainer import PROMPT, checksums_of, reference_tokens, snapshot, train
+from tests.engines import serve
+from tests.http.facade import Answer, facade, fetch
+from tests.programs import run_program
+from tests.tiny import make_tiny
+from tests.wire.trainer import PROMPT, InFlight, checksums_of, reference_tokens, snapshot, train
 from trainers_adapters import ModuleSource
-from trainers_adapters.http_facade import create_app
 from weight_updater.groups import SenderGroup
 from weight_updater.safetensors_io import save_weights
 
-Answer = tuple[int, Any]
 UNEVEN = {"names": ["a"], "dtypes": [], "shapes": []}
 ASYNC = {"model_path": "/x", "is_async": True}
-WITH_STOP = {"prompt": [1], "include_stop_str_in_output": True}
+WITH_STOP = {"prompt": [1], "stop": "x", "include_stop_str_in_output": True}
+TOP_OF_PROMPT = {"input_ids": [1], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+TOP_TWO = {"token_ids": [1], "sampling_params": {"prompt_logprobs": 2}}
 NO_NUMBER = {"model_path": "/x", "weight_version": "v2"}
-Call = Callable[..., Answer]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("weights")
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
-
-
-@pytest.fixture(scope="module")
-def engine(model_dir, root) -> Iterator[RunningEngine]:
-    with serve(model_dir, "--weights-root", str(root), "--num-pages", "64") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def call(engine) -> Iterator[Call]:
-    with facade(engine.address) as address:
-        yield lambda path, body=None, **query: fetch(address, path, body, **query)
-
-
-class facade:
-    """A uvicorn server in a thread, on a port of its own."""
-
-    def __init__(self, address: str, token: str | None = None) -> None:
-        config = uvicorn.Config(create_app(address, token=token), log_level="warning")
-        self._server = uvicorn.Server(config)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
-
-    def __enter__(self) -> str:
-        self._thread.start()
-        while not self._server.started:
-            assert self._thread.is_alive()
-            time.sleep(0.01)
-        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
-
-
-def fetch(address: str, path: str, body: Any = None, token: str = "", method: str = "") -> Answer:
-    """Status and parsed JSON; a body makes it a POST."""
-    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(address + path, data, {"content-type": "application/json"})
-    if token:
-        request.add_header("authorization", f"Bearer {token}")
-    request.method = method or ("POST" if data is not None else "GET")
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text = answer.read().decode()
-            return answer.status, json.loads(text) if text[:1] in "[{" else text
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read().decode())
-
-
-@pytest.fixture
-def trained(model_dir):
-    model = load_reference(model_dir)
-    train(model, 5)
-    return model
 
 
 def write(root: Path, name: str, model) -> str:
@@ -288,6 +217,23 @@ def test_vllm_pause_resume_sleep_and_wake(call, engine, root, trained):
     assert call("/is_sleeping") == (200, {"is_sleeping": False})
 
 
+@pytest.mark.parametrize("paused", [True, False])
+def test_vllm_resets_what_runs_with_the_cache(paused, call, engine):
+    """As SkyRL asks for after an update: what is frozen, or runs, is computed anew."""
+    expected = engine.greedy(PROMPT, max_tokens=300, ignore_eos=True).token_ids
+    stream = InFlight(engine, 300)
+    if paused:
+        assert call("/pause?mode=keep", {})[0] == 200
+    before = engine.rollout.info().state.num_free_pages
+    assert call("/reset_prefix_cache", {"reset_running_requests": True})[0] == 200
+    if paused:
+        state = engine.rollout.info().state
+        assert (state.status, state.num_free_pages) == ("paused", state.num_total_pages)
+        assert before < state.num_total_pages
+        assert call("/resume", {})[0] == 200
+    assert stream.end().token_ids == expected
+
+
 def test_state_in_both_dialects(call, engine, model_dir):
     info = engine.rollout.info()
     assert call("/server_info")[1]["instance_id"] == info.instance_id
@@ -300,6 +246,16 @@ def test_state_in_both_dialects(call, engine, model_dir):
     assert call("/flush_cache")[1]["success"]
 
 
+def test_the_program_of_the_documentation(engine, model_dir, root, tmp_path):
+    before = engine.rollout.info().weight_version
+    with facade(engine.address) as url:
+        printed = run_program(
+            "http.md", tmp_path, MODEL=str(model_dir), WEIGHTS_ROOT=str(root), ROLLSYNC_HTTP=url
+        )
+    versions = [line.split(":")[0] for line in printed.splitlines()]
+    assert versions == [f"weight version {before + step}" for step in (1, 2, 3)]
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -307,6 +263,7 @@ def test_state_in_both_dialects(call, engine, model_dir):
     ("path", "text"),
     [
         ("/update_weights_from_tensor", "pickled"),
+        ("/load_lora_adapter_from_tensors", "pickled"),
         ("/collective_rpc", "pickled"),
         ("/start_weight_update", "push_weights"),
         ("/update_weight_version", "commit"),
@@ -347,6 +304,17 @@ def test_calls_that_have_another_way_here_name_it(path, text, call):
         ("/v1/completions", WITH_STOP, 400, "INVALID_REQUEST", "include_stop_str_in_output"),
         ("/weights_checker", {"action": "compress"}, 400, "INVALID_REQUEST", "snapshot"),
         ("/pause?mode=gently", {}, 400, "INVALID_REQUEST", "mode"),
+        (
+            "/pause?clear=1",
+            {},
+            400,
+            "INVALID_REQUEST",
+            "no query parameter 'clear'",
+        ),
+        ("/generate", {"input_ids": [1], "image_data": ["x"]}, 400, "INVALID_REQUEST", "image_data"),
+        ("/generate", {"input_ids": [1], "return_routed_experts": True}, 400, "INVALID_REQUEST", "routed"),
+        ("/generate", TOP_OF_PROMPT, 400, "INVALID_REQUEST", "top_logprobs_num is of sampled tokens"),
+        ("/inference/v1/generate", TOP_TWO, 400, "INVALID_REQUEST", "prompt_logprobs"),
     ],
 )
 def test_bad_input_is_named_and_the_facade_goes_on(path, body, status, reason, text, call):
@@ -356,9 +324,11 @@ def test_bad_input_is_named_and_the_facade_goes_on(path, body, status, reason, t
     assert call("/health")[0] == 200
 
 
-def test_the_token_is_wanted_of_http_callers_too(model_dir):
+def test_an_engine_with_a_token_and_no_tokenizer(tmp_path):
+    """The token is wanted of HTTP callers, too; ids are served without their text."""
+    model_dir = make_tiny(tmp_path / "qwen3", "qwen3")
     with (
-        serve(model_dir, "--num-pages", "16", token="secret") as engine,
+        serve(model_dir, "--num-pages", "16", token="secret", forked=True) as engine,
         facade(engine.address, "secret") as url,
     ):
         assert fetch(url, "/server_info")[0] == 401
@@ -366,6 +336,14 @@ def test_the_token_is_wanted_of_http_callers_too(model_dir):
         assert fetch(url, "/generate", {"input_ids": [1]})[0] == 401
         assert fetch(url, "/server_info", token="secret")[0] == 200
         assert fetch(url, "/health")[0] == 200
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+        for stream in (True, False):
+            status, answer = fetch(url, "/generate", body | {"stream": stream}, token="secret")
+            assert status == 200
+            answer = json.loads(answer.split("\n\n")[-3].removeprefix("data: ")) if stream else answer
+            assert (len(answer["output_ids"]), answer["text"]) == (3, "")
+        status, answer = fetch(url, "/generate", {"text": "a"}, token="secret")
+        assert (status, answer["error"]["type"]) == (409, "NO_TOKENIZER")
 
 
 def test_an_engine_that_is_gone_is_503(model_dir):

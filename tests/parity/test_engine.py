@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
 from rollout_engine.sampling import SamplingParams
+from tests import pairwise
 from tests.local_engine import LocalEngine
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, load_reference, make_tiny
 
 NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, seed=1)
-SWITCHES = ("prefix_cache", "chunked_prefill", "mixed_batches", "preemption")
+SWITCHES = ("prefix_cache", "chunked_prefill", "mixed_batches")
 
 
 def reference_greedy(model, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
@@ -60,12 +59,12 @@ def check(engine: LocalEngine, prompts, wanted) -> list:
     return sequences
 
 
-@pytest.mark.parametrize("on", list(itertools.product([True, False], repeat=4)))
-@pytest.mark.parametrize("overlap", [False, True])
-def test_greedy_equals_transformers_whatever_is_switched_on(tiny, on, overlap):
+@pairwise.parametrize(**{key: [False, True] for key in (*SWITCHES, "preemption", "overlap")})
+def test_greedy_equals_transformers_whatever_is_switched_on(
+    tiny, prefix_cache, chunked_prefill, mixed_batches, preemption, overlap
+):
     engine, prompts, wanted = tiny
-    switches = dict(zip(SWITCHES, on, strict=True))
-    preemption = switches.pop("preemption")
+    switches = dict(zip(SWITCHES, (prefix_cache, chunked_prefill, mixed_batches), strict=True))
     engine.restart(**switches, num_pages=24 if preemption else 256, overlap=overlap)
     for _ in range(2):  # the second time over a warm cache, if there is one
         sequences = check(engine, prompts, wanted)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,23 @@ collect_ignore_glob = [] if importlib.util.find_spec("trl") else ["test_*.py"]
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
+SHOWN: list[str] = []
+"""What the tests measured, printed at the end."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::FutureWarning")  # of TRL about transformers
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in SHOWN:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def show(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """show(text): a line of the summary."""
+    return lambda text: SHOWN.append(f"{request.node.name}: {text}")
 
 
 @pytest.fixture(scope="session")

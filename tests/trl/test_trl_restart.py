@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -9,12 +11,15 @@ import pytest
 
 from tests.engines import Replaceable
 from tests.trl.trainers import NUM_GENERATIONS, Learned, Seen, make_trainer
+from tests.wire.receiver_streams import children_of
+from trainers_adapters import RollsyncError
 from trainers_adapters.frameworks.live_engine import EngineLost
 from trainers_adapters.frameworks.trl import attach, make_rollout_func
 
 pytestmark = pytest.mark.trl
 
 RESTART_S = 60.0
+DEADLINE_S = 8.0
 LONG = 200
 """Tokens of completions that are surely still running when the engine is killed among them."""
 
@@ -26,11 +31,12 @@ def replaceable(chat_model_dir):
 
 
 def run(seam: str, address: str, model_dir, out, reward: Seen, **settings) -> Learned:
-    """Train with either seam; gives the checksums after each step."""
+    """Train by attach, by rollout_func or with RLOO; gives the checksums after each step."""
     learned = Learned()
     settings = {"callbacks": [learned], "max_steps": 3, **settings}
-    if seam == "attach":
-        trainer = make_trainer("grpo", model_dir, out, reward, **settings)
+    if seam in ("attach", "rloo"):
+        kind = "rloo" if seam == "rloo" else "grpo"
+        trainer = make_trainer(kind, model_dir, out, reward, **settings)
         with attach(trainer, address, restart_s=RESTART_S):
             trainer.train()
     else:
@@ -53,7 +59,7 @@ class Killer(Seen):
         return super().__call__(**given)
 
 
-@pytest.mark.parametrize("seam", ["attach", "rollout_func"])
+@pytest.mark.parametrize("seam", ["attach", "rollout_func", "rloo"])
 def test_a_run_goes_on_when_the_engine_is_replaced_between_steps(seam, replaceable, chat_model_dir, tmp_path):
     undisturbed = Seen()
     expected = run(seam, replaceable.address, chat_model_dir, tmp_path, undisturbed)
@@ -96,6 +102,34 @@ def test_a_run_goes_on_when_the_engine_is_killed_while_it_samples(replaceable, c
     assert second == first + 2  # pushed, lost, and pushed again
     live = replaceable.engine.weights.checksums()
     assert (live.weight_version, live.by_name) == (second, learned.after_steps[0])
+
+
+@pytest.mark.parametrize("frozen", ["front", "engine"])
+def test_a_run_ends_within_its_deadline_when_the_engine_hangs(frozen, replaceable, chat_model_dir, tmp_path):
+    """As a machine that stands still: the connection stays, and nothing answers."""
+    reward = Seen()
+    trainer = make_trainer("grpo", chat_model_dir, tmp_path, reward, max_steps=2)
+    (engine_process,) = children_of(replaceable.engine, b"engine_main")
+    pid = replaceable.engine.pid if frozen == "front" else engine_process
+    with attach(trainer, replaceable.address, restart_s=RESTART_S) as attached:
+        trainer.train()
+        steps, version = len(reward.versions), reward.versions[-1][0]
+        given = attached.engine.timeout_s
+        attached.engine.timeout_s = DEADLINE_S
+        os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        try:
+            with pytest.raises(RollsyncError) as hung:
+                trainer.train()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert time.monotonic() - started < DEADLINE_S + 10.0  # of which one look at the engine may take 5
+        attached.engine.timeout_s = given
+        assert hung.value.reason == "DEADLINE"
+        assert replaceable.address in str(hung.value)
+        assert len(reward.versions) == steps
+        trainer.train()  # it answers again
+        assert reward.versions[steps][0] > version
 
 
 def test_a_run_ends_with_an_error_when_the_engine_stays_away(replaceable, chat_model_dir, tmp_path):

@@ -23,6 +23,9 @@ def test_what_is_wrong_with_a_list_is_said():
     both = problems(cases, {"B1": 1, "B2": 1, "B3": 1})
     assert both == ["B2 has tests, and a reason in cases.toml to have none"]
     assert problems(cases, {"B1": 1, "B3": 1, "B9": 1}) == ["B9 is marked, and not on the list"]
+    part = {"B4": Case("B4", "E", "four", reason="none", part="half")}
+    assert problems(part, {"B4": 1}) == []
+    assert problems(part, {}) == ["B4 (four) has neither a test nor a reason in cases.toml"]
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,8 @@ def test_what_is_said_of_a_case(tally, said):
     assert result(Case("B1", "E", "one", reason="no such thing"), Tally()) == "no such feature: no such thing"
     if said.startswith("passed"):
         assert result(Case("B1", "E", "one", open="half of it"), tally) == f"{said}; open: half of it"
+        part = Case("B1", "E", "one", reason="no such thing", part="half of it")
+        assert result(part, tally) == f"{said}; without half of it: no such thing"
 
 
 def test_rows_have_everything():
@@ -70,6 +75,15 @@ def test_notes_of_unknown_cases_are_refused(tmp_path: Path):
     (tmp_path / "cases.toml").write_text('[B1]\nreason = " "\n')
     with pytest.raises(ValueError, match="nothing is said of it"):
         read_cases(tmp_path)
+    (tmp_path / "cases.toml").write_text('[B1]\npart = "half"\nreason = "none"\n')
+    assert read_cases(tmp_path)["B1"] == Case("B1", "E", "one", reason="none", part="half")
+
+
+def test_what_is_open_fails_the_run(monkeypatch):
+    monkeypatch.setattr("tests.cases_table.read_cases", lambda: {"B1": Case("B1", "E", "one", open="half")})
+    table = CasesTable()
+    table.pytest_collection_modifyitems([Item("tests/gpu/a.py::test_a", "B1")])
+    assert table._problems == ["B1 is open: half"]
 
 
 class Item:

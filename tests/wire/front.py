@@ -19,12 +19,14 @@ from rollout_engine.config import ServeConfig
 from rollout_engine.server import app
 from rollout_engine.v1 import rollout_pb2 as pb
 from rollout_engine.v1 import rollout_pb2_grpc, weights_pb2_grpc
+from tests.preloaded import interpreter
 
 TIMEOUT_S = 20.0
 
 
-def engine_command(script: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "tests.wire.fake_engine", json.dumps(script)]
+def engine_command(script: dict[str, Any], *, forked: bool = False) -> list[str]:
+    """The fake engine as a process of its own; forked, it gets another environment than the front gave it."""
+    return [interpreter() if forked else sys.executable, "-m", "tests.wire.fake_engine", json.dumps(script)]
 
 
 class Front:
@@ -55,7 +57,7 @@ class Front:
         entries = [json.loads(line) for line in self._log.read_text().splitlines()]
         return [entry for entry in entries if kind in (None, entry["type"])]
 
-    def wait_for(self, kind: str, count: int = 1, timeout_s: float = 5.0) -> list[dict[str, Any]]:
+    def wait_for(self, kind: str, count: int = 1, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
         """Wait until the fake engine has received `count` commands of a kind."""
         wait_until(lambda: len(self.commands(kind)) >= count, timeout_s, f"{count} {kind}")
         return self.commands(kind)
@@ -63,7 +65,7 @@ class Front:
     def wait_idle(self) -> None:
         """Wait until the front knows of no live request."""
         requests = self.running.engine.requests
-        wait_until(lambda: self.on_loop(lambda: len(requests)) == 0, 2.0, "no live request")
+        wait_until(lambda: self.on_loop(lambda: len(requests)) == 0, TIMEOUT_S, "no live request")
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         """Run a function on the front's event loop."""
@@ -82,7 +84,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *, config: dict[str, Any] | None = None, **script: Any) -> Iterator[Front]:
+def serving(
+    directory: Path, *, config: dict[str, Any] | None = None, forked: bool = True, **script: Any
+) -> Iterator[Front]:
     """Serve a fake engine with `script` (see fake_replies.Script) from a model directory."""
     log = directory / f"engine-{time.monotonic_ns()}.log"
     log.touch()
@@ -90,7 +94,7 @@ def serving(directory: Path, *, config: dict[str, Any] | None = None, **script: 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    command = engine_command({"log": str(log), **script})
+    command = engine_command({"log": str(log), **script}, forked=forked)
     try:
         starting = asyncio.run_coroutine_threadsafe(app.start(settings, engine_command=command), loop)
         running = starting.result(TIMEOUT_S)

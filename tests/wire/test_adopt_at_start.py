@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from rollout_engine.kv.capacity import KvCapacity
 from rollout_engine.models.weights import model_layout
 from tests.engines import serve
+from tests.preloaded import interpreter
 from tests.tiny import load_reference, make_tiny
 from tests.wire.trainer import PROMPT, assert_serves, checksums_of, reference_tokens, train, until
 from trainers_adapters import AdoptedArena, ModuleSource, RollsyncError, push_weights
@@ -85,18 +85,18 @@ def _assert_counts_preloaded(kv: dict[str, int], weight_bytes: int) -> None:
 def test_the_trainers_death_is_seen_although_it_never_called(model_dir, tmp_path):
     descriptor = tmp_path / "arena.json"
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.wire.preloading_trainer", str(model_dir), str(descriptor)],
+        [interpreter(), "-m", "tests.wire.preloading_trainer", str(model_dir), str(descriptor)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert child.stdout.readline() == "written\n"
-        with serve(model_dir, "--weights", f"ipc:{descriptor}", "--num-pages", "64") as engine:
+        with serve(model_dir, "--weights", f"ipc:{descriptor}", "--num-pages", "64", forked=True) as engine:
             assert len(engine.greedy(PROMPT, ignore_eos=True).token_ids) == 8
             child.kill()
             child.wait()
-            until(lambda: engine.rollout.info().state.status == "not_serving", "the engine notices", 1.0)
+            until(lambda: engine.rollout.info().state.status == "not_serving", "the engine notices", 5.0)
             assert "gone" in engine.rollout.info().state.not_serving_reason
             model = load_reference(model_dir)
             version = push_weights(ModuleSource(model), engine.weights).version
@@ -115,7 +115,7 @@ def _segments_of(descriptor: Path) -> list[str]:
 
 
 def _start(model_dir: Path, descriptor: Path) -> None:
-    with serve(model_dir, "--weights", f"ipc:{descriptor}", "--num-pages", "64"):
+    with serve(model_dir, "--weights", f"ipc:{descriptor}", "--num-pages", "64", forked=True):
         pass
 
 

@@ -44,7 +44,7 @@ def model_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model_dir, root) -> Iterator[RunningEngine]:
     flags = ["--weights-root", str(root), "--num-pages", str(NUM_PAGES), "--max-waiting-requests", "8"]
-    with serve(model_dir, *flags) as running:
+    with serve(model_dir, *flags, forked=True) as running:
         yield running
 
 
@@ -162,7 +162,7 @@ def test_options_that_do_not_exist(engine):
 def test_a_call_without_its_token(model_dir):
     from trainers_adapters import RolloutClient, WeightsClient
 
-    with serve(model_dir, "--num-pages", "16", token="a-long-secret") as guarded:
+    with serve(model_dir, "--num-pages", "16", token="a-long-secret", forked=True) as guarded:
         for token in (None, "guessed", ""):
             with RolloutClient(guarded.address, token=token) as rollout:
                 assert refusal(rollout.generate, [1]) == ("UNAUTHENTICATED", "UNAUTHENTICATED")

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rollout_engine.config import ServeConfig
+from rollout_engine.config import ServeConfig, load_config
 from rollout_engine.errors import ConfigError
 from rollout_engine.server.auth import server_credentials
 from rollout_engine.v1 import rollout_pb2, weights_pb2
@@ -118,7 +118,7 @@ def test_the_token_is_in_no_answer_error_log_or_child(front, caplog, capfd):
 @pytest.mark.case("B052")
 def test_the_engine_gets_no_secret_and_no_environment_of_ours(tmp_path, monkeypatch):
     monkeypatch.setenv("ROLLSYNC_TOKEN", SENTINEL)
-    with serving(tmp_path) as front:
+    with serving(tmp_path, forked=False) as front:
         assert front.running.config.token.get_secret_value() == SENTINEL
         (first,) = front.commands("config")
         assert first["env"] == []
@@ -130,6 +130,19 @@ def test_any_other_address_needs_a_token(tmp_path):
     with pytest.raises(ValueError, match="not loopback"):
         ServeConfig(model=tmp_path, host="0.0.0.0")
     assert ServeConfig(model=tmp_path).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("token", "word"),
+    [("", "empty"), ("secret-word\n", "line break"), (" secret-word", "spaces"), ("sécret-word", "ASCII")],
+)
+def test_a_token_that_would_keep_nobody_out_or_everybody_is_refused_and_not_repeated(tmp_path, token, word):
+    with pytest.raises(ConfigError, match=word) as refused:
+        load_config({"model": tmp_path, "token": token})
+    assert "cret-word" not in f"{refused.value} {refused.value.__cause__}"
+    with pytest.raises(ValueError, match="tls_key") as other:  # whatever else is wrong beside it
+        ServeConfig(model=tmp_path, token="secret-word", tls_cert=tmp_path)
+    assert "cret-word" not in str(other.value)
 
 
 # -------------------------------------------------------------------- TLS

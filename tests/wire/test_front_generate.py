@@ -261,8 +261,8 @@ def test_a_cancelled_stream_is_aborted_at_once_and_aborts_are_honest(tmp_path):
         start = time.monotonic()
         stream.cancel()
         front.wait_for("AbortRequests")
-        assert time.monotonic() - start < 0.5
-        wait_until(lambda: front.running.engine.state.num_running == 0, 1.0, "num_running 0")
+        wait_until(lambda: front.running.engine.state.num_running == 0, 20, "num_running 0")
+        assert time.monotonic() - start < 5, "by itself it would end after 10 s"
         answer = front.rollout.Abort(pb.AbortRequest(request_ids=["long", "unknown"]), timeout=5)
         assert (list(answer.aborted_request_ids), list(answer.unknown_request_ids)) == (
             [],
@@ -283,10 +283,8 @@ def test_a_cancelled_call_of_many_requests_aborts_all(tmp_path, call):
             future = front.rollout.GenerateBatch(pb.GenerateBatchRequest(requests=items), timeout=60)
         front.wait_for("SubmitRequest", 3)
         future.cancel()
-        wait_until(lambda: front.running.engine.state.num_running == 0, 2.0, "num_running 0")
-        wait_until(
-            lambda: front.on_loop(lambda: len(front.running.engine.requests)) == 0, 2, "no live request"
-        )
+        wait_until(lambda: front.running.engine.state.num_running == 0, 10, "num_running 0")
+        front.wait_idle()
 
 
 @pytest.mark.case("B122")
@@ -297,7 +295,7 @@ def test_abort_works_without_the_requests_client(tmp_path):
         next(stream)
         stream.cancel()
         front.wait_for("AbortRequests")
-        answer = front.rollout.Abort(pb.AbortRequest(request_ids=["orphan"]), timeout=1)
+        answer = front.rollout.Abort(pb.AbortRequest(request_ids=["orphan"]), timeout=5)
         assert list(answer.aborted_request_ids) == ["orphan"]
         assert front.wait_for("AbortRequests", 2)[1]["request_ids"] == ["orphan"]
 
@@ -329,6 +327,11 @@ def test_an_id_is_live_once(tmp_path):
         front.wait_for("AbortRequests")
 
 
+def num_aborted(front) -> int:
+    """Requests that the front told the engine to abort."""
+    return sum(len(command["request_ids"]) for command in front.commands("AbortRequests"))
+
+
 @pytest.mark.case("B121")
 def test_200_cancelled_streams_leave_nothing_running(tmp_path):
     with serving(tmp_path, step_s=0.005) as front:
@@ -336,9 +339,10 @@ def test_200_cancelled_streams_leave_nothing_running(tmp_path):
             stream = front.rollout.Generate(prompt(1, max_tokens=1000), timeout=60)
             next(stream)
             stream.cancel()
-        wait_until(lambda: front.running.engine.state.num_running == 0, 5, "num_running 0")
-        wait_until(lambda: front.running.engine.state.num_free_pages == 100, 5, "all pages free")
-        wait_until(lambda: front.on_loop(lambda: len(front.running.engine.requests)) == 0, 5, "no request")
+        wait_until(lambda: num_aborted(front) == 200, 20, "200 aborts")
+        wait_until(lambda: front.running.engine.state.num_running == 0, 20, "num_running 0")
+        wait_until(lambda: front.running.engine.state.num_free_pages == 100, 20, "all pages free")
+        front.wait_idle()
 
 
 @pytest.mark.case("B121")
@@ -355,7 +359,7 @@ def test_a_killed_client_frees_what_it_ran(tmp_path):
         client = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
         assert client.stdout.readline() == b"got\n"
         os.kill(client.pid, signal.SIGKILL)
-        front.wait_for("AbortRequests", timeout_s=2.0)
+        front.wait_for("AbortRequests")
         client.wait()
         client.stdout.close()
 
@@ -365,4 +369,4 @@ def test_a_deadline_of_the_call_ends_the_request(tmp_path):
         with pytest.raises(grpc.RpcError) as caught:
             list(front.rollout.Generate(prompt(1, max_tokens=1000), timeout=0.3))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        front.wait_for("AbortRequests", timeout_s=1.0)
+        front.wait_for("AbortRequests")

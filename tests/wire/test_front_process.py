@@ -47,14 +47,14 @@ class FrontProcess:
         )
 
     def ready(self) -> dict[str, Any]:
-        wait_until(self.ready_file.exists, 15, "the ready file")
+        wait_until(self.ready_file.exists, 60, "the ready file")
         return json.loads(self.ready_file.read_text())
 
     def commands(self, kind: str) -> list[dict[str, Any]]:
         entries = [json.loads(line) for line in self.log.read_text().splitlines()]
         return [entry for entry in entries if entry["type"] == kind]
 
-    def end(self, number: int | None = None, timeout_s: float = 20) -> tuple[int, str, str]:
+    def end(self, number: int | None = None, timeout_s: float = 60) -> tuple[int, str, str]:
         """Send a signal, wait; returns (exit code, stdout, stderr)."""
         if number is not None:
             self.process.send_signal(number)
@@ -117,7 +117,7 @@ def test_no_engine_outlives_its_front(tmp_path, number):
         pid = engine_pid(front.ready())
         assert not is_gone(pid)
         front.end(number)
-        wait_until(lambda: is_gone(pid), 5, "the engine to be gone")
+        wait_until(lambda: is_gone(pid), 20, "the engine to be gone")
         assert len(front.commands("exit")) == 1
         assert not Path("/dev/shm", front.commands("config")[0]["ring"]).exists()
 
@@ -189,7 +189,7 @@ def test_an_engine_that_died_leaves_the_front_up_and_its_exit_code_1(tmp_path):
                 state = stub.GetEngineInfo(pb.GetEngineInfoRequest(), timeout=5).state
                 return "killed by SIGKILL" in state.not_serving_reason
 
-            wait_until(died, 5, "the death to show")
+            wait_until(died, 20, "the death to show")
         code, _, err = front.end(signal.SIGTERM)
         assert code == 1
         assert 'engine_dead  reason="the engine process was killed by SIGKILL"' in err
@@ -208,5 +208,5 @@ def test_a_signal_while_the_engine_loads_ends_both(tmp_path):
     code, _, err = front.end(signal.SIGTERM)
     assert code == 1
     assert "stopped by a signal before the engine served" in err
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 20, "the engine sleeps for a minute"
     assert is_gone(pid)

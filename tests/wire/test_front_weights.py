@@ -271,7 +271,7 @@ def test_an_error_of_the_engine_ends_the_stream_early(tmp_path):
             front.weights.UpdateWeightsFromTensor(stream(), timeout=15)
         stop.set()
         assert reason_of(caught.value) == (CODE.INVALID_ARGUMENT, "BAD_CHUNK", "refused")
-        wait_until(lambda: front.on_loop(lambda: front.running.engine.ring.num_free) == 4, 2, "free slots")
+        wait_until(lambda: front.on_loop(lambda: front.running.engine.ring.num_free) == 4, 20, "free slots")
         assert front.commands("EndOfChunks") == []
 
 
@@ -289,7 +289,7 @@ def test_a_cancelled_stream_is_told_to_the_engine_and_nothing_else(tmp_path):
         call.cancel()
         assert [end["complete"] for end in front.wait_for("EndOfChunks")] == [False]
         stop.set()
-        wait_until(lambda: front.on_loop(lambda: front.running.engine.ring.num_free) == 4, 2, "free slots")
+        wait_until(lambda: front.on_loop(lambda: front.running.engine.ring.num_free) == 4, 20, "free slots")
         assert [entry["type"] for entry in front.commands()] == ["config", "Update", "Chunk", "EndOfChunks"]
 
 
@@ -306,10 +306,10 @@ def test_a_killed_sender_is_a_broken_stream(tmp_path):
             "stub.UpdateWeightsFromTensor(stream())\n"
         )
         client = subprocess.Popen([sys.executable, "-c", program])
-        front.wait_for("Chunk", timeout_s=10)
+        front.wait_for("Chunk")
         os.kill(client.pid, signal.SIGKILL)
         client.wait()
-        assert [end["complete"] for end in front.wait_for("EndOfChunks", timeout_s=2)] == [False]
+        assert [end["complete"] for end in front.wait_for("EndOfChunks")] == [False]
 
 
 @pytest.mark.parametrize("call", ["CommitUpdate", "UpdateWeightsFromTensor"])
@@ -381,4 +381,4 @@ def test_a_reader_that_goes_away_gives_its_slot_back(tmp_path):
         stream = front.weights.GetWeightsByName(read("embed.weight"), timeout=20)
         front.wait_for("ReadWeight")
         stream.cancel()
-        wait_until(lambda: front.on_loop(lambda: front.running.engine.ring.num_free) == 4, 2, "free slots")
+        wait_until(lambda: front.on_loop(lambda: front.running.engine.ring.num_free) == 4, 20, "free slots")

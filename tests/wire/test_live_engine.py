@@ -54,7 +54,7 @@ def test_an_engine_is_waited_for_and_pushed_to_again_under_a_larger_version(repl
     started = time.monotonic()
     with pytest.raises(EngineLost) as lost:
         live.push(ModuleSource(model))
-    assert 1.0 < time.monotonic() - started < 4.0
+    assert 1.0 < time.monotonic() - started < 20.0
     assert f"the engine at {replaceable.address} was lost and is not back after 1.5 s" in str(lost.value)
     assert "weight version 4 was the last pushed to it" in str(lost.value)
 
@@ -90,12 +90,12 @@ def test_an_engine_that_hangs_is_an_error_within_the_deadline(replaceable, model
     try:
         started = time.monotonic()
         with pytest.raises(RollsyncError, match="DEADLINE"):
-            live.sample(GREEDY, timeout_s=2.0)
+            live.sample(GREEDY, timeout_s=1.0)
         assert time.monotonic() - started < 4.0
         started = time.monotonic()
         with pytest.raises(EngineLost, match="did not answer in time"):
             live.push(ModuleSource(model))
-        assert time.monotonic() - started < 8.0
+        assert time.monotonic() - started < 20.0
     finally:
         os.kill(replaceable.engine.pid, signal.SIGCONT)
     live.close()

@@ -29,7 +29,7 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir, work_dir) -> Iterator[RunningEngine]:
-    with serve(model_dir, "--weights-root", str(work_dir), "--num-pages", "64") as running:
+    with serve(model_dir, "--weights-root", str(work_dir), "--num-pages", "64", forked=True) as running:
         yield running
 
 

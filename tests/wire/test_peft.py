@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 
 from tests.engines import RunningEngine, serve
+from tests.late import peft
 from tests.programs import run_program
 from tests.tiny import load_reference, make_tiny
 from tests.wire.trainer import PATHS, PROMPT, checksums_of, push, reference_tokens
 from trainers_adapters import ModuleSource, PeftSource, RollsyncError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +28,15 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir, work_dir) -> Iterator[RunningEngine]:
-    with serve(model_dir, "--weights-root", str(work_dir), "--num-pages", "64") as running:
+    with serve(model_dir, "--weights-root", str(work_dir), "--num-pages", "64", forked=True) as running:
         yield running
 
 
 def adapted(model_dir: Path, **config) -> PeftModel:
     torch.manual_seed(0)
-    model = get_peft_model(load_reference(model_dir), LoraConfig(task_type="CAUSAL_LM", **config)).eval()
+    model = peft.get_peft_model(
+        load_reference(model_dir), peft.LoraConfig(task_type="CAUSAL_LM", **config)
+    ).eval()
     learn(model)
     return model
 

@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir) -> Iterator[RunningEngine]:
-    with serve(model_dir, "--num-pages", "256", "--reserve-device-staging") as running:
+    with serve(model_dir, "--num-pages", "256", "--reserve-device-staging", forked=True) as running:
         yield running
 
 

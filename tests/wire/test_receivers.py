@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import grpc
@@ -20,6 +18,15 @@ from rollout_engine.v1.weights_pb2_grpc import WeightsStub
 from tests.engines import RunningEngine, serve
 from tests.tiny import make_tiny
 from tests.wire.front import reason_of, serving
+from tests.wire.receiver_streams import (
+    SMALL,
+    Halves,
+    begin_streams,
+    children_of,
+    clients_at,
+    half_arrived,
+    receiver_pids,
+)
 from tests.wire.trainer import (
     PROMPT,
     InFlight,
@@ -40,8 +47,6 @@ from weight_updater.requests import BeginUpdate, Staging
 from weight_updater.requests import Path as Way
 
 CODE = grpc.StatusCode
-SMALL = 1024
-"""Bytes of a chunk, so that there are many."""
 
 
 @pytest.fixture(scope="module")
@@ -53,73 +58,6 @@ def model_dir(tmp_path_factory) -> Path:
 def engine(model_dir) -> Iterator[RunningEngine]:
     with serve(model_dir, "--num-pages", "256", "--stream-receivers", "2") as running:
         yield running
-
-
-def children_of(engine: RunningEngine, module: bytes) -> list[int]:
-    """Processes that the front has started to run a module."""
-    listed = Path(f"/proc/{engine.pid}/task").glob("*/children")
-    pids = [pid for children in listed for pid in children.read_text().split()]
-    return [int(pid) for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def receiver_pids(engine: RunningEngine) -> list[int]:
-    return children_of(engine, b"server.receiver")
-
-
-def begin_streams(engine: RunningEngine, source, num_streams: int = 2, **fields):
-    begun = begin(engine, source, num_streams=num_streams, **fields)
-    assert len(set(begun.stream_ports)) == num_streams
-    return begun
-
-
-@contextlib.contextmanager
-def clients_at(engine: RunningEngine, ports: Sequence[int]) -> Iterator[list[WeightsClient]]:
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(engine.weights.at_port(port)) for port in ports]
-
-
-class Halves:
-    """The chunks of a source at two receivers: half of each half, and the rest once `gate` is opened."""
-
-    def __init__(self, engine: RunningEngine, source, **fields) -> None:
-        self.gate = threading.Event()
-        self.begun = begin_streams(engine, source, **fields)
-        chunks = list(chunks_of(source, SMALL))
-        self._stack = contextlib.ExitStack()
-        receivers = self._stack.enter_context(clients_at(engine, self.begun.stream_ports))
-        self.calls: list[Future] = [
-            beside(
-                receiver.update_from_tensor,
-                self.begun.update_id,
-                self._slowly(half),
-                says_end=True,
-                timeout_s=60,
-            )
-            for receiver, half in zip(receivers, (chunks[0::2], chunks[1::2]), strict=True)
-        ]
-
-    def _slowly(self, chunks: list[Chunk]) -> Iterator[Chunk]:
-        yield from chunks[: len(chunks) // 2]
-        self.gate.wait(60)
-        yield from chunks[len(chunks) // 2 :]
-
-    def __enter__(self) -> Halves:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.gate.set()
-        self._stack.close()
-
-    def reasons(self, seconds: float = 10.0) -> list[str]:
-        """What both calls failed with."""
-        errors = [call.exception(seconds) for call in self.calls]
-        assert all(isinstance(error, RollsyncError) for error in errors), errors
-        return [error.reason for error in errors]
-
-
-def half_arrived(engine: RunningEngine, source) -> bool:
-    state = engine.rollout.info().state
-    return state.open_update_received_bytes > 0.4 * source.manifest(checksums=False).nbytes
 
 
 # -------------------------------------------------------------------- what goes well
@@ -209,9 +147,10 @@ def test_receivers_that_cannot_be_reached_are_done_without(engine, model, monkey
     with Walled(engine.address) as walled, TensorStream(chunk_bytes=SMALL) as sender:
         version = push_weights(source, walled, via=sender).version
         assert caplog.text.count("cannot be reached") == 2
+        monkeypatch.setattr(send_tensor, "CONNECT_SECONDS", 30.0)
         start = time.monotonic()
         push_weights(source, walled, via=sender)
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 15.0
         assert caplog.text.count("cannot be reached") == 2, "it is not tried again"
     assert_serves(engine, model, version + 1)
 
@@ -319,7 +258,7 @@ def test_an_abort_ends_streams_that_wait(engine, model):
         start = time.monotonic()
         assert engine.weights.abort(halves.begun.update_id) is True
         assert set(halves.reasons()) <= {"UNKNOWN_UPDATE", "PEER_LOST"}
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 10.0
     assert_serves(engine, model, push(source, engine).version)
 
 

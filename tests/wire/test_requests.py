@@ -38,7 +38,7 @@ def model_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model_dir) -> Iterator[RunningEngine]:
     flags = ["--num-pages", "256", "--max-running-requests", str(MAX_RUNNING)]
-    with serve(model_dir, *flags) as running:
+    with serve(model_dir, *flags, forked=True) as running:
         yield running
 
 
@@ -87,10 +87,15 @@ def test_a_pause_that_could_never_end_is_refused(engine):
 
 
 @pytest.mark.case("B054")
-def test_the_cache_is_flushed_only_when_idle(engine):
+def test_the_cache_is_flushed_only_while_nothing_holds_it(engine):
     stream = InFlight(engine)
     assert reason_of(engine.rollout.flush_cache) == "BUSY"
-    stream.end()
+    engine.rollout.pause("retract")
+    engine.rollout.flush_cache()
+    state = engine.rollout.info().state
+    assert (state.num_free_pages, state.num_waiting) == (state.num_total_pages, 1)
+    engine.rollout.resume()
+    assert stream.end().finish_reason == "length"
     assert engine.greedy(PROMPT).num_cached_tokens == 32
     assert engine.rollout.flush_cache() > 0
     state = engine.rollout.info().state
@@ -117,7 +122,7 @@ def test_a_deadline_ends_a_request_with_what_it_has(engine, model):
         PROMPT, max_tokens=470, temperature=0.0, ignore_eos=True, deadline_s=0.1
     )
     assert late.finish_reason in ("deadline", "length")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert late.token_ids[:20] == reference_tokens(model, PROMPT, 20)[: len(late.token_ids)]
     engine.rollout.pause("keep")
     try:
@@ -211,7 +216,7 @@ def test_a_killed_engine_process_fails_everyone_who_waits(model_dir):
         (child,) = [int(pid) for pid in children]
         os.kill(child, signal.SIGKILL)
         assert reason_of(stream.end) == "ENGINE_DEAD"
-        until(lambda: running.rollout.info().state.status == "not_serving", "the front notices", 1.0)
+        until(lambda: running.rollout.info().state.status == "not_serving", "the front notices", 5.0)
         assert "SIGKILL" in running.rollout.info().state.not_serving_reason
         for call in (
             lambda: running.greedy(PROMPT),

@@ -77,7 +77,7 @@ def test_a_scrape_has_every_metric_and_what_happened(tmp_path):
             front.rollout.Score(pb.ScoreRequest(temperature=0.0), timeout=5)
         front.weights.CommitUpdate(weights_pb2.CommitUpdateRequest(update_id="u"), timeout=5)
         front.wait_idle()
-        wait_until(lambda: front.running.engine.state.num_generated_tokens == 17, 2, "the last snapshot")
+        wait_until(lambda: front.running.engine.state.num_generated_tokens == 17, 20, "the last snapshot")
         seen = scrape(front)
     kinds = {"counter": "", "gauge": "", "histogram": "_count"}
     absent = {m.name for m in ALL if not m.labels and m.name + kinds[m.kind] not in seen}
@@ -210,7 +210,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 def test_metrics_outlive_the_engine(tmp_path):
     with serving(tmp_path, config=METRICS) as front:
         os.kill(front.running.engine.pid, signal.SIGKILL)
-        wait_until(lambda: scrape(front)["rollsync_engine_up"] == 0, 5, "the death to show")
+        wait_until(lambda: scrape(front)["rollsync_engine_up"] == 0, 20, "the death to show")
         seen = scrape(front)
         assert seen["rollsync_engine_deaths_total"] == 1
         assert seen["rollsync_engine_state{state=not_serving}"] == 1
@@ -244,7 +244,7 @@ def test_the_metrics_log_has_samples_and_updates(tmp_path):
             last = lines_of(log)[-1]
             return (last.get("commit_sequence"), last.get("generated_tokens")) == (1, 4)
 
-        wait_until(has_all, 5, "a sample after the update")
+        wait_until(has_all, 20, "a sample after the update")
     first, *rest = lines_of(log)
     assert first == {"event": "older"}
     samples = [line for line in rest if line["event"] == "sample"]
@@ -282,8 +282,9 @@ def test_a_metrics_log_that_cannot_be_written_is_named(tmp_path):
 def test_a_full_disk_costs_lines_and_is_said_once(tmp_path, caplog):
     config = {"metrics_log": "/dev/full", "metrics_log_seconds": 0.05}
     with serving(tmp_path, config=config) as front:
-        time.sleep(0.3)
+        wait_until(lambda: "metrics_log_lost" in caplog.text, 20, "the loss to be told")
         list(front.rollout.Generate(prompt(1, max_tokens=4), timeout=10))
+        time.sleep(0.3)  # for more lines that are lost
     assert caplog.text.count("metrics_log_lost") == 1
     assert "No space left on device" in caplog.text
 

@@ -12,8 +12,9 @@ from tests.children import Child
 from tests.engines import RunningEngine, serve
 from tests.programs import run_program
 from tests.tiny import make_tiny
+from tests.unit.adapters.sharded_nets import moved_model
 from tests.unit.adapters.sharded_ranks import ask_all, two_ranks
-from tests.wire.trainer import PATHS, PROMPT
+from tests.wire.trainer import PATHS, PROMPT, reference_tokens
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir, work_dir) -> Iterator[RunningEngine]:
-    with serve(model_dir, "--weights-root", str(work_dir), "--num-pages", "64") as running:
+    with serve(model_dir, "--weights-root", str(work_dir), "--num-pages", "64", forked=True) as running:
         yield running
 
 
@@ -43,6 +44,24 @@ def test_every_path_brings_the_whole_weights(path, engine, ranks, model_dir, wor
     live = engine.weights.checksums()
     assert (live.by_name, live.weight_version) == (expected, one["version"])
     assert engine.greedy(PROMPT, ignore_eos=True).weight_versions == [one["version"]] * 8
+
+
+@pytest.mark.case("B001")
+@pytest.mark.case("B021")
+@pytest.mark.parametrize("via", ["stream", "disk", "distributed"])
+def test_heads_and_the_tied_head_of_a_tensor_parallel_trainer_arrive_whole(
+    via, engine, ranks, model_dir, work_dir
+):
+    """Each rank holds half of the heads of q, k and v, and half of the rows that embedding and head share."""
+    seed = 2 + ["stream", "disk", "distributed"].index(via)
+    expected, same = ask_all(ranks, "load", directory=str(model_dir), way="tensor_parallel", seed=seed)
+    assert expected == same
+    assert "lm_head.weight" not in expected
+    one, _ = ask_all(ranks, "push", via=via, directory=str(work_dir / "pushes"))
+    live = engine.weights.checksums()
+    assert (live.by_name, live.weight_version) == (expected, one["version"])
+    completion = engine.greedy(PROMPT, ignore_eos=True)
+    assert completion.token_ids == reference_tokens(moved_model(model_dir, seed), PROMPT)
 
 
 def test_the_program_of_the_documentation(engine, model_dir, tmp_path):

@@ -16,7 +16,7 @@ OPTIONS = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "return_tex
 
 @pytest.fixture(scope="module")
 def engine(smollm2_dir) -> Iterator[RunningEngine]:
-    with serve(smollm2_dir, "--num-pages", "64") as running:
+    with serve(smollm2_dir, "--num-pages", "64", forked=True) as running:
         yield running
 
 

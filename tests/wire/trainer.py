@@ -70,7 +70,7 @@ def all_senders(work_dir: Path) -> Iterator[dict[str, Sender]]:
     with contextlib.ExitStack() as stack:
         made: dict[str, Sender] = {
             "disk": DiskDirectory(work_dir / "disk"),
-            "distributed": BroadcastGroup(bucket_bytes=8192, group_timeout_s=15.0),
+            "distributed": BroadcastGroup(bucket_bytes=8192, group_timeout_s=60.0),
             "tensor": TensorStream(chunk_bytes=4096),
             "segment": TensorSegment(),
             "ipc": IpcArena(),
@@ -121,7 +121,7 @@ def assert_serves(engine: RunningEngine, model, version: int) -> None:
     assert completion.weight_versions == [version] * 8
 
 
-def until(holds: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+def until(holds: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
     """Wait until something holds that another process is about to do."""
     deadline = time.monotonic() + seconds
     while not holds():

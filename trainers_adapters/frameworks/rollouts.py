@@ -17,6 +17,7 @@ from typing import Any
 from trainers_adapters.frameworks.live_engine import LiveEngine, WeightsLost
 from trainers_adapters.frameworks.ranks import Ranks
 from trainers_adapters.rollout_calls import Request, Sampling
+from trainers_adapters.sharding.source import ShardedSource
 from trainers_adapters.sources import Source
 
 log = logging.getLogger(__name__)
@@ -38,14 +39,17 @@ class Rollouts:
 
     Args:
         engine: used on rank 0 only.
-        source: makes the source of a push, from the trainer's weights as they are then.
+        source: gives the source of a push, on every rank: the trainer's weights as they are then. Of one that
+            is not sharded, rank 0's is sent.
 
     Attributes:
         version: of the weights that sampled last.
         seconds, num_tokens: of the last generation over all ranks, waiting for a lost engine included.
     """
 
-    def __init__(self, engine: LiveEngine, ranks: Ranks, source: Callable[[], Source]) -> None:
+    def __init__(
+        self, engine: LiveEngine, ranks: Ranks, source: Callable[[], Source | ShardedSource]
+    ) -> None:
         self.engine = engine
         self._ranks = ranks
         self._source = source
@@ -59,7 +63,11 @@ class Rollouts:
         Raises:
             RollsyncError: on every rank; EngineLost (on rank 0) if the engine did not come back in time.
         """
-        self.version = self._ranks.from_main(lambda: self.engine.push(self._source()).version)
+        source = self._source()
+        if isinstance(source, ShardedSource):
+            _, self.version = source.run(lambda: self.engine.push(source), lambda report: report.version)
+        else:
+            self.version = self._ranks.from_main(lambda: self.engine.push(source).version)
 
     def generate(self, prompts: Sequence[list[int]], sampling: Sampling, seed: str) -> list[Sample]:
         """One completion for each of this rank's prompts, in order, sampled by the weights pushed last.

@@ -27,11 +27,11 @@ from trainers_adapters.frameworks.ranks import Ranks
 from trainers_adapters.frameworks.rollouts import Rollouts, Sample
 from trainers_adapters.frameworks.trl_names import check_names
 from trainers_adapters.frameworks.trl_settings import (
+    Weights,
     check_engine,
     check_trainer,
     prompt_token_ids,
     sampling_of,
-    source_of,
 )
 
 __all__ = ["Attached", "RolloutFunc", "attach", "make_rollout_func"]
@@ -100,7 +100,7 @@ class _EngineSide:
             accelerator = trainer.accelerator
             ranks = Ranks(accelerator.num_processes, accelerator.process_index, accelerator.device)
             ranks.from_main(lambda: check_engine(self.engine.wait(), trainer))
-            self._rollouts = Rollouts(self.engine, ranks, lambda: source_of(trainer))
+            self._rollouts = Rollouts(self.engine, ranks, Weights(trainer))
             self._part()
             self._joined, self._callback = trainer, _AtTrainBegin(forget)
             trainer.add_callback(self._callback)

@@ -5,18 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from trainers_adapters import sources
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.results import EngineInfo
 from trainers_adapters.rollout_calls import Sampling, sampling_message
+from trainers_adapters.sharding.source import ShardedSource
+from trainers_adapters.sources import Source, source_of
 
 OURS = {"n", "logprobs", "top_logprobs", "prompt_logprobs"}
 """Sampling options that generation_kwargs may not set."""
 
 
-def source_of(trainer: Any) -> sources.Source:
-    """The trainer's weights as they are now; LoRA adapters are merged on the way out."""
-    return sources.source_of(trainer.accelerator.unwrap_model(trainer.model))
+class Weights:
+    """The trainer's weights as they are when it is called; LoRA adapters are merged on the way out.
+
+    Where the trainer shards them (FSDP, ZeRO-3), every rank has to call, and to take part in the push.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._sharded: tuple[Any, ShardedSource] | None = None  # the module and its source
+
+    def __call__(self) -> Source | ShardedSource:
+        trainer = self._trainer
+        if not _shards(trainer.accelerator.state):
+            return source_of(trainer.accelerator.unwrap_model(trainer.model))
+        module = trainer.model_wrapped
+        if self._sharded is None or self._sharded[0] is not module:
+            self._sharded = module, ShardedSource(module)
+        return self._sharded[1]
+
+
+def _shards(state: Any) -> bool:
+    """Whether accelerate's state says that no rank has all parameters."""
+    zero_3 = state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3
+    return zero_3 or getattr(state, "fsdp_plugin", None) is not None
 
 
 def prompt_token_ids(tokenizer: Any, prompts: list[Any], **template: Any) -> list[list[int]]:
@@ -80,15 +102,9 @@ def sampling_of(trainer: Any) -> Sampling:
 def check_trainer(trainer: Any, timeout_s: float) -> None:
     """Raise ValueError for settings that an engine cannot honour, before anything is trained."""
     sampling_of(trainer)
-    args, state = trainer.args, trainer.accelerator.state
+    args = trainer.args
     if getattr(args, "vllm_structured_outputs_regex", None) is not None:
         raise ValueError("vllm_structured_outputs_regex is set; the engine samples without a grammar")
-    if getattr(state, "fsdp_plugin", None) is not None or (
-        state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3
-    ):
-        raise ValueError(
-            "the trainer shards its parameters (FSDP or ZeRO-3); push them from DDP or one process"
-        )
     if trainer.accelerator.num_processes > 1 and timeout_s >= args.ddp_timeout:
         raise ValueError(
             f"timeout_s is {timeout_s:g}, but ranks wait for each other only {args.ddp_timeout} s "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -13,7 +14,7 @@ from fastapi.responses import JSONResponse
 
 from trainers_adapters.connection import Tls
 from trainers_adapters.errors import RollsyncError
-from trainers_adapters.http_facade import sglang, vllm
+from trainers_adapters.http_facade import areal, elsewhere, sglang, vllm
 from trainers_adapters.http_facade.engine import Engine
 
 OPEN_PATHS = {"/health", "/liveness"}
@@ -34,22 +35,32 @@ HTTP_STATUS = {
 }
 
 
-def create_app(address: str, *, token: str | None = None, tls: Tls | None = None) -> FastAPI:
+def create_app(
+    address: str,
+    *,
+    token: str | None = None,
+    tls: Tls | None = None,
+    model_names: Sequence[str] = (),
+    server_info: Mapping[str, Any] | None = None,
+) -> FastAPI:
     """The facade of the engine at `address`.
 
     Args:
         token: the engine's; callers of the facade must present it too.
+        model_names: what callers call the model, beside its directory (/v1/models).
+        server_info: what /server_info answers besides, for callers that compare it with their arguments.
     """
+    others = {"model_names": model_names, "said": server_info or {}}
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with Engine.connect(address, token, tls) as engine:
+        async with Engine.connect(address, token, tls, **others) as engine:
             app.state.engine = engine
             yield
 
     app = FastAPI(title="rollsync", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.include_router(sglang.router)
-    app.include_router(vllm.router)
+    for module in (sglang, vllm, areal, elsewhere):
+        app.include_router(module.router)
     app.add_exception_handler(RollsyncError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     expected = None if token is None else token.encode()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trainers_adapters.rollout_calls import Sampling
+
+Nothing = Annotated[list[Any], Field(max_length=0)] | None
+"""What a caller without images or the like sends."""
 
 
 class Body(BaseModel):
@@ -73,11 +76,19 @@ class SglangGenerate(Body):
     top_logprobs_num: int = Field(default=0, ge=0)
     stream: bool = False
     priority: int = 0
+    # Callers say that they want none of these.
+    image_data: Nothing = None
+    return_routed_experts: Literal[False] = False
+    return_indexer_topk: Literal[False] = False
 
     @model_validator(mode="after")
-    def _one_kind_of_prompt(self) -> SglangGenerate:
+    def _can_be_answered(self) -> SglangGenerate:
         if (self.text is None) == (self.input_ids is None):
             raise ValueError("give either text or input_ids")
+        if self.top_logprobs_num and self.logprob_start_len >= 0:
+            raise ValueError(
+                "top_logprobs_num is of sampled tokens here, not of the prompt's; leave logprob_start_len out"
+            )
         for name in ("sampling_params", "rid"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != len(self.prompts):
@@ -115,7 +126,7 @@ class FromDisk(Body):
 
 
 class FromDistributed(Body):
-    """/update_weights_from_distributed; the sender is a trainers_adapters.SenderGroup."""
+    """/update_weights_from_distributed; the sender is a weight_updater.groups.SenderGroup."""
 
     names: list[str]
     dtypes: list[str]
@@ -125,6 +136,7 @@ class FromDistributed(Body):
     abort_all_requests: bool = False
     flush_cache: bool = True
     load_format: None = None
+    selector: Literal["all"] = "all"
     bucket_bytes: int = 0
 
 
@@ -161,7 +173,12 @@ class AbortBody(Body):
 
 
 class CheckerBody(Body):
+    """/weights_checker. skip_tensor_list: names that compare leaves out."""
+
     action: str
+    selector: Literal["all"] = "all"
+    allow_quant_error: bool = False  # compare is exact: no weight is quantised on the way in
+    skip_tensor_list: list[str] | None = None
 
 
 # ---------------------------------------------------------------- vLLM's
@@ -175,9 +192,12 @@ class VllmSampling(SamplingBody):
     top_k: int = 0
     seed: int | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    include_stop_str_in_output: Literal[False] = False
-    detokenize: bool = True  # text comes with text prompts alone
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=1)  # of the prompt's own tokens, no others
+    include_stop_str_in_output: bool = False  # of the text alone
+    detokenize: bool = True
+    use_beam_search: Literal[False] = False
+    output_kind: Literal[2] = 2  # the whole, not what is new in it
+    routed_experts_prompt_start: int = 0  # from where; none are returned
 
     def to_sampling(self) -> Sampling:
         return self.sampling(
@@ -198,8 +218,9 @@ class VllmGenerate(Body):
     request_id: str = ""
     model: str | None = None
     stream: Literal[False] = False
-    cache_salt: str | None = None
+    cache_salt: str | None = None  # pages of other weights never match, salted or not
     priority: int = 0
+    features: None = None
 
 
 class VllmCompletion(VllmSampling):
@@ -213,6 +234,12 @@ class VllmCompletion(VllmSampling):
     return_tokens_as_token_ids: bool = False
     user: str | None = None
 
+    @model_validator(mode="after")
+    def _text_ends_before_a_stop_string(self) -> VllmCompletion:
+        if self.include_stop_str_in_output and self.stop:
+            raise ValueError("include_stop_str_in_output: text ends before a stop string here; ids do not")
+        return self
+
     @property
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
@@ -222,10 +249,25 @@ class VllmCompletion(VllmSampling):
 
 
 class WeightDir(Body):
-    """/update_weights: a directory of safetensors."""
+    """/update_weights: a directory of safetensors. update_info would be a transfer of vLLM's own."""
 
-    weight_dir: str
+    weight_dir: str | None = None
     weight_version: str | int | None = None
+    update_info: Any = None
+
+
+class ResetBody(Body):
+    """/reset_prefix_cache. reset_running_requests: what runs, or is frozen, is computed anew, too."""
+
+    reset_running_requests: bool = False
+
+
+class ArealWeights(Body):
+    """/areal_update_weights."""
+
+    model_path: str
+    load_format: Literal["auto", "safetensors"] | None = "auto"
+    abort_all_requests: bool = False  # the path aborts them whatever this says
 
 
 class AbortRequests(Body):

@@ -2,34 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-from fastapi import Request
+from fastapi import Request as HttpRequest
 
 from trainers_adapters.aio import AsyncRolloutClient, AsyncWeightsClient
 from trainers_adapters.connection import Tls
 from trainers_adapters.errors import RollsyncError
+from trainers_adapters.results import Completion
+from trainers_adapters.rollout_calls import Request
 from weight_updater.requests import BeginUpdate, Inflight, Manifest, Path, Recapture, TensorSpec, UpdateReply
 
 
 @dataclass
 class Engine:
-    """Clients of one engine. snapshot: checksums by name that /weights_checker keeps to compare with."""
+    """Clients of one engine.
+
+    model_names: other names that callers know the model by. said: what callers are told besides of the
+    server. snapshot: checksums by name that /weights_checker keeps to compare with. writes_text: False
+    once the engine has said that it has no tokenizer.
+    """
 
     rollout: AsyncRolloutClient
     weights: AsyncWeightsClient
+    model_names: Sequence[str] = ()
+    said: Mapping[str, Any] = field(default_factory=dict)
     snapshot: dict[str, int] = field(default_factory=dict)
+    writes_text: bool = True
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, address: str, token: str | None, tls: Tls | None) -> AsyncIterator[Engine]:
+    async def connect(
+        cls, address: str, token: str | None, tls: Tls | None, **others: Any
+    ) -> AsyncIterator[Engine]:
         async with (
             AsyncRolloutClient(address, token=token, tls=tls) as rollout,
             AsyncWeightsClient(address, token=token, tls=tls) as weights,
         ):
-            yield cls(rollout, weights)
+            yield cls(rollout, weights, **others)
+
+    async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """All completions, with their text if there is a tokenizer: callers reward the text of ids, too."""
+        if self.writes_text:
+            try:
+                return await self.rollout.generate_batch(requests, return_text=True)
+            except RollsyncError as error:
+                self._do_without_text(error, requests)
+        return await self.rollout.generate_batch(requests)
+
+    async def generate_stream(self, request: Request) -> AsyncIterator[Completion]:
+        """The parts of one request's completions, with their text if there is a tokenizer."""
+        while True:
+            try:
+                async for part in self.rollout.generate_stream(
+                    request.prompt,
+                    request_id=request.request_id,
+                    priority=request.priority,
+                    return_text=self.writes_text,
+                    **request.sampling,
+                ):
+                    yield part
+                return
+            except RollsyncError as error:  # of a missing tokenizer: nothing was sampled, let alone yielded
+                self._do_without_text(error, [request])
+
+    def _do_without_text(self, error: RollsyncError, requests: Sequence[Request]) -> None:
+        """Note that there is no tokenizer, or raise the error: it is another, or the requests need one."""
+        needed = any(isinstance(request.prompt, str) or request.sampling.get("stop") for request in requests)
+        if error.reason != "NO_TOKENIZER" or needed:
+            raise error
+        self.writes_text = False
 
     async def update_from_disk(
         self,
@@ -78,7 +123,7 @@ class Engine:
         if abort_all:
             return Inflight.ABORT
         state = (await self.rollout.info()).state
-        return Inflight.KEEP if state.status == "paused" else Inflight.WAIT
+        return Inflight.KEEP if state.paused_by else Inflight.WAIT
 
     async def compare_with_snapshot(self) -> list[str]:
         """Names of the weights that differ from the snapshot."""
@@ -86,11 +131,39 @@ class Engine:
         names = live.keys() | self.snapshot.keys()
         return sorted(name for name in names if live.get(name) != self.snapshot.get(name))
 
+    async def flush_with_running(self) -> int:
+        """Drop the cache, and the pages of what runs or is frozen, which is then computed anew."""
+        paused = bool((await self.rollout.info()).state.paused_by)
+        await self.rollout.pause("retract")
+        try:
+            return await self.rollout.flush_cache()
+        finally:
+            if not paused:
+                await self.rollout.resume()
 
-def engine_of(request: Request) -> Engine:
-    """FastAPI dependency."""
+
+def engine_of(request: HttpRequest) -> Engine:
+    """FastAPI dependency. A query parameter that the path does not know is refused by name."""
+    known = {param.alias for param in request.scope["route"].dependant.query_params}
+    unknown = sorted(request.query_params.keys() - known)
+    if unknown:
+        raise RollsyncError(
+            "INVALID_ARGUMENT",
+            "INVALID_REQUEST",
+            f"{request.url.path} knows no query parameter {unknown[0]!r}"
+            + (f"; it knows {', '.join(sorted(known))}" if known else ""),
+        )
     engine: Engine = request.app.state.engine
     return engine
+
+
+MEMORY = {"kv_cache": ("kv_cache", "graphs"), "cuda_graph": ("graphs",)}
+"""By a caller's tag: the engine's. Callers that know no graphs have them with the cache."""
+
+
+def memory_tags(tags: Sequence[str] | None) -> list[str]:
+    """The engine's tags for a caller's; none means all."""
+    return [own for tag in tags or () for own in MEMORY.get(tag, (tag,))]
 
 
 def version_number(version: str | int | None) -> int:

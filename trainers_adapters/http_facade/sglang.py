@@ -22,7 +22,7 @@ from trainers_adapters.http_facade.bodies import (
     SglangSampling,
     Tags,
 )
-from trainers_adapters.http_facade.engine import Engine, engine_of, not_here
+from trainers_adapters.http_facade.engine import Engine, engine_of, memory_tags
 from trainers_adapters.results import Completion
 from trainers_adapters.rollout_calls import Request, joined
 from weight_updater.requests import InitGroup, Recapture, UpdateReply
@@ -41,36 +41,23 @@ FINISH_TYPES = {"deadline": "abort", "error": "abort"}
 @router.post("/generate", response_model=None)
 async def generate(body: SglangGenerate, engine: OfEngine) -> Any:
     """One object per completion: a single one for one prompt with n = 1, else a list, prompt by prompt."""
-    prompts = body.prompts
     if body.stream:
-        if len(prompts) != 1:
+        if len(body.prompts) != 1:
             raise RollsyncError("INVALID_ARGUMENT", "INVALID_REQUEST", "a stream is of one prompt")
         return StreamingResponse(_streamed(body, engine), media_type="text/event-stream")
-    samplings = _each(body.sampling_params, len(prompts))
-    rids = _each(body.rid or "", len(prompts))
-    requests = [
-        Request(prompt, _sampling(sampling, body), rid, body.priority)
-        for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True)
-    ]
-    groups = await engine.rollout.generate_batch(requests, return_text=_wants_text(body))
-    answers = [_answer(completion, body) for group in groups for completion in group]
+    groups = await engine.generate(_requests(body))
+    asked = zip(body.prompts, groups, strict=True)
+    answers = [_answer(completion, body, prompt) for prompt, group in asked for completion in group]
     return answers if body.is_many or len(answers) != 1 else answers[0]
 
 
 async def _streamed(body: SglangGenerate, engine: Engine) -> AsyncIterator[str]:
     """Server-sent events; each holds all that was sampled so far."""
-    sampling = _each(body.sampling_params, 1)[0]
     parts: dict[int, list[Completion]] = {}
     try:
-        async for part in engine.rollout.generate_stream(
-            body.prompts[0],
-            request_id=_each(body.rid or "", 1)[0],
-            priority=body.priority,
-            return_text=_wants_text(body),
-            **_sampling(sampling, body),
-        ):
+        async for part in engine.generate_stream(_requests(body)[0]):
             parts.setdefault(part.index, []).append(part)
-            answer = _answer(joined(parts[part.index]), body) | {"index": part.index}
+            answer = _answer(joined(parts[part.index]), body, body.prompts[0]) | {"index": part.index}
             yield f"data: {json.dumps(answer)}\n\n"
     except RollsyncError as error:
         told = {"error": {"type": error.reason or error.code, "message": error.message}}
@@ -78,12 +65,18 @@ async def _streamed(body: SglangGenerate, engine: Engine) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
+def _requests(body: SglangGenerate) -> list[Request]:
+    prompts = body.prompts
+    samplings = _each(body.sampling_params, len(prompts))
+    rids = _each(body.rid or "", len(prompts))
+    return [
+        Request(prompt, _sampling(sampling, body), rid, body.priority)
+        for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True)
+    ]
+
+
 def _each(value: Any, count: int) -> list[Any]:
     return list(value) if isinstance(value, list) else [value] * count
-
-
-def _wants_text(body: SglangGenerate) -> bool:
-    return body.text is not None
 
 
 def _sampling(sampling: SglangSampling, body: SglangGenerate) -> Any:
@@ -95,7 +88,7 @@ def _sampling(sampling: SglangSampling, body: SglangGenerate) -> Any:
     return wanted
 
 
-def _answer(completion: Completion, body: SglangGenerate) -> dict[str, Any]:
+def _answer(completion: Completion, body: SglangGenerate, prompt: str | list[int]) -> dict[str, Any]:
     kind = FINISH_TYPES.get(completion.finish_reason, completion.finish_reason)
     finish: dict[str, Any] | None = {"type": kind} if kind else None
     if kind == "length":
@@ -121,17 +114,16 @@ def _answer(completion: Completion, body: SglangGenerate) -> dict[str, Any]:
                 [[logprob, token, None] for token, logprob in row] for row in completion.top_logprobs
             ]
         if body.logprob_start_len >= 0:
-            meta["input_token_logprobs"] = _input_logprobs(completion, body)
+            rows = _input_logprobs(completion, prompt)
+            meta["input_token_logprobs"] = rows[body.logprob_start_len :]
     return {"text": completion.text, "output_ids": completion.token_ids, "meta_info": meta}
 
 
-def _input_logprobs(completion: Completion, body: SglangGenerate) -> list[list[Any]]:
-    """[logprob, token, None] of the prompt's tokens from `logprob_start_len` on; the first has none."""
-    ids = body.input_ids
-    known = list(ids) if ids and not isinstance(ids[0], list) else [None] * completion.num_prompt_tokens
+def _input_logprobs(completion: Completion, prompt: str | list[int]) -> list[list[Any]]:
+    """[logprob, token, None] of each of the prompt's tokens; the first has no logprob, text no tokens."""
+    known = [None] * completion.num_prompt_tokens if isinstance(prompt, str) else prompt
     values = [None, *completion.prompt_logprobs]
-    rows = [[value, token, None] for value, token in zip(values, known, strict=False)]
-    return rows[body.logprob_start_len :]
+    return [[value, token, None] for value, token in zip(values, known, strict=True)]
 
 
 @router.post("/abort_request")
@@ -182,6 +174,13 @@ async def server_info(engine: OfEngine) -> dict[str, Any]:
         "weight_version": str(info.weight_version),
         "version": info.rollsync_version,
         "instance_id": info.instance_id,
+        # What slime and miles compare with their own arguments.
+        "nnodes": 1,
+        "node_rank": 0,
+        "base_gpu_id": 0,
+        "gpu_id_step": 1,
+        "enable_memory_saver": False,
+        **engine.said,
     }
 
 
@@ -193,7 +192,8 @@ async def weight_version(engine: OfEngine) -> dict[str, str]:
 
 @router.get("/get_load")
 @router.get("/v1/loads")
-async def loads(engine: OfEngine) -> list[dict[str, int]]:
+async def loads(engine: OfEngine, include: str | None = None) -> list[dict[str, int]]:
+    """include: of which parts; these are all there are."""
     state = (await engine.rollout.info()).state
     used = state.num_total_pages - state.num_free_pages
     return [
@@ -228,13 +228,13 @@ async def flush_cache(engine: OfEngine) -> dict[str, Any]:
 
 @router.post("/release_memory_occupation")
 async def release_memory_occupation(engine: OfEngine, body: Tags | None = None) -> dict[str, Any]:
-    released = await engine.rollout.release_memory((body or Tags()).tags or ())
+    released = await engine.rollout.release_memory(memory_tags((body or Tags()).tags))
     return {"success": True, "released_bytes": released}
 
 
 @router.post("/resume_memory_occupation")
 async def resume_memory_occupation(engine: OfEngine, body: Tags | None = None) -> dict[str, Any]:
-    resumed = await engine.rollout.resume_memory((body or Tags()).tags or ())
+    resumed = await engine.rollout.resume_memory(memory_tags((body or Tags()).tags))
     return {"success": True, "resumed_bytes": resumed.resumed_bytes, "needs_update": resumed.needs_update}
 
 
@@ -267,16 +267,6 @@ async def update_weights_from_distributed(body: FromDistributed, engine: OfEngin
     return told(reply)
 
 
-@router.post("/update_weights_from_tensor")
-async def update_weights_from_tensor() -> None:
-    """Its payload would be a pickle, so its body is not even read."""
-    raise not_here(
-        "/update_weights_from_tensor carries pickled tensors, and nothing is unpickled here",
-        "send the bytes with trainers_adapters.push_weights(source, client, path='tensor') over gRPC, or a "
-        "directory with /update_weights_from_disk",
-    )
-
-
 @router.post("/init_weights_update_group")
 async def init_weights_update_group(body: InitGroupBody, engine: OfEngine) -> dict[str, Any]:
     request = InitGroup(
@@ -296,21 +286,19 @@ async def destroy_weights_update_group(engine: OfEngine, body: GroupName | None 
     return {"success": found, "message": "left" if found else "no group of that name is known"}
 
 
-@router.post("/update_weight_version")
-async def update_weight_version() -> None:
-    raise not_here(
-        "a weight version changes by the commit of an update alone",
-        "give weight_version to the update itself",
-    )
-
-
 @router.post("/weights_checker", response_model=None)
 async def weights_checker(body: CheckerBody, engine: OfEngine) -> Any:
     """checksum; snapshot, and compare with it."""
     if body.action == "checksum":
         found = await engine.weights.checksums()
         by_name = {name: f"{value:016x}" for name, value in found.by_name.items()}
-        return {"success": True, "checksum": f"{found.folded:016x}", "checksums": by_name}
+        ranks = [{"checksums": by_name, "parallelism_info": [{"rank": 0, "size": 1}]}]
+        return {
+            "success": True,
+            "checksum": f"{found.folded:016x}",
+            "checksums": by_name,
+            "ranks": ranks,
+        }
     if body.action == "snapshot":
         engine.snapshot = (await engine.weights.checksums()).by_name
         return {"success": True, "message": f"{len(engine.snapshot)} checksums are kept"}
@@ -319,7 +307,8 @@ async def weights_checker(body: CheckerBody, engine: OfEngine) -> Any:
             raise RollsyncError(
                 "FAILED_PRECONDITION", "NO_SNAPSHOT", "no snapshot is kept; send action=snapshot first"
             )
-        differing = await engine.compare_with_snapshot()
+        skipped = set(body.skip_tensor_list or ())
+        differing = [name for name in await engine.compare_with_snapshot() if name not in skipped]
         if not differing:
             return {"success": True, "message": "all weights are those of the snapshot"}
         message = f"{len(differing)} weights differ from the snapshot (first: {differing[0]})"

@@ -7,8 +7,15 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import JSONResponse, Response
 
-from trainers_adapters.http_facade.bodies import AbortRequests, VllmCompletion, VllmGenerate, WeightDir
-from trainers_adapters.http_facade.engine import Engine, engine_of, not_here
+from trainers_adapters.http_facade.bodies import (
+    AbortRequests,
+    ResetBody,
+    VllmCompletion,
+    VllmGenerate,
+    WeightDir,
+)
+from trainers_adapters.http_facade.elsewhere import PUSH
+from trainers_adapters.http_facade.engine import Engine, engine_of, memory_tags, not_here
 from trainers_adapters.http_facade.sglang import told
 from trainers_adapters.results import Completion
 from trainers_adapters.rollout_calls import Request
@@ -16,7 +23,7 @@ from trainers_adapters.rollout_calls import Request
 router = APIRouter()
 OfEngine = Annotated[Engine, Depends(engine_of)]
 
-SLEEP_TAGS = {1: ("kv_cache", "graphs"), 2: ()}
+SLEEP_TAGS: dict[int, tuple[str, ...]] = {1: ("kv_cache",), 2: ()}
 """By level: what is given back; () is everything, the weights included."""
 
 
@@ -37,7 +44,8 @@ async def generate(body: VllmGenerate, engine: OfEngine) -> dict[str, Any]:
         "weight_version": str(completions[0].weight_version),
     }
     if body.sampling_params.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = [None, *completions[0].prompt_logprobs]
+        scored = zip(body.token_ids[1:], completions[0].prompt_logprobs, strict=True)
+        answer["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for token, value in scored)]
     return answer
 
 
@@ -49,20 +57,26 @@ def _choice(completion: Completion) -> dict[str, Any]:
         "weight_versions": completion.weight_versions,
         "logprobs": {
             "content": [
-                {"token": f"token_id:{token}", "logprob": logprob}
-                for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
+                _named(token, logprob) | {"top_logprobs": [_named(*one) for one in top]}
+                for token, logprob, top in zip(
+                    completion.token_ids,
+                    completion.logprobs,
+                    completion.top_logprobs or [[] for _ in completion.token_ids],
+                    strict=True,
+                )
             ]
         },
     }
 
 
+def _named(token: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token}", "logprob": logprob}
+
+
 @router.post("/v1/completions")
 async def completions(body: VllmCompletion, engine: OfEngine) -> dict[str, Any]:
     sampling, prompts = body.to_sampling(), body.prompts
-    wants_text = any(isinstance(prompt, str) for prompt in prompts)
-    groups = await engine.rollout.generate_batch(
-        [Request(prompt, sampling) for prompt in prompts], return_text=wants_text
-    )
+    groups = await engine.generate([Request(prompt, sampling) for prompt in prompts])
     choices: list[dict[str, Any]] = []
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
@@ -120,8 +134,11 @@ async def health(engine: OfEngine) -> Response:
 @router.get("/v1/models")
 async def models(engine: OfEngine) -> dict[str, Any]:
     info = await engine.rollout.info()
-    model = {"id": info.model_path, "object": "model", "max_model_len": info.context_length}
-    return {"object": "list", "data": [model]}
+    names = dict.fromkeys([info.model_path, *engine.model_names])
+    return {
+        "object": "list",
+        "data": [{"id": name, "object": "model", "max_model_len": info.context_length} for name in names],
+    }
 
 
 @router.get("/version")
@@ -169,14 +186,21 @@ async def is_paused(engine: OfEngine) -> dict[str, bool]:
 
 
 @router.post("/sleep")
-async def sleep(engine: OfEngine, level: Annotated[int, Query(ge=1, le=2)] = 1) -> dict[str, int]:
-    """1 keeps the weights, 2 gives them back too; then a full update must commit after /wake_up."""
-    return {"released_bytes": await engine.rollout.release_memory(SLEEP_TAGS[level])}
+async def sleep(
+    engine: OfEngine,
+    level: Annotated[int, Query(ge=1, le=2)] = 1,
+    tags: Annotated[list[str] | None, Query()] = None,
+) -> dict[str, int]:
+    """1 keeps the weights, 2 gives them back too; then a full update must commit after /wake_up.
+
+    tags: these alone, whatever the level.
+    """
+    return {"released_bytes": await engine.rollout.release_memory(memory_tags(tags or SLEEP_TAGS[level]))}
 
 
 @router.post("/wake_up")
 async def wake_up(engine: OfEngine, tags: Annotated[list[str] | None, Query()] = None) -> dict[str, Any]:
-    resumed = await engine.rollout.resume_memory(tags or ())
+    resumed = await engine.rollout.resume_memory(memory_tags(tags))
     return {"resumed_bytes": resumed.resumed_bytes, "needs_update": resumed.needs_update}
 
 
@@ -186,7 +210,9 @@ async def is_sleeping(engine: OfEngine) -> dict[str, bool]:
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(engine: OfEngine) -> dict[str, int]:
+async def reset_prefix_cache(engine: OfEngine, body: ResetBody | None = None) -> dict[str, int]:
+    if body is not None and body.reset_running_requests:
+        return {"num_pages": await engine.flush_with_running()}
     return {"num_pages": await engine.rollout.flush_cache()}
 
 
@@ -195,27 +221,9 @@ async def reset_prefix_cache(engine: OfEngine) -> dict[str, int]:
 
 @router.post("/update_weights")
 async def update_weights(body: WeightDir, engine: OfEngine) -> dict[str, Any]:
+    if body.weight_dir is None:
+        raise not_here("this path takes a weight_dir and no transfer of vLLM's own", PUSH)
     return told(await engine.update_from_disk(body.weight_dir, body.weight_version))
-
-
-@router.post("/init_weight_transfer_engine")
-@router.post("/start_weight_update")
-@router.post("/finish_weight_update")
-@router.post("/init_broadcaster")
-async def other_transfer() -> None:
-    raise not_here(
-        "this engine agrees on a manifest before a byte moves, which that transfer cannot do",
-        "push with trainers_adapters.push_weights(source, client, path='distributed') over gRPC, or name a "
-        "directory with /update_weights",
-    )
-
-
-@router.post("/collective_rpc")
-async def collective_rpc() -> None:
-    raise not_here(
-        "/collective_rpc runs any method with pickled arguments, and nothing is unpickled here",
-        "every call that a trainer needs has a path, or a gRPC method, of its own",
-    )
 
 
 @router.post("/load_lora_adapter")

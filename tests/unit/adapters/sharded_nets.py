@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch import nn
 
+from tests.tiny import load_reference
 from tests.unit.adapters import zero3_stand_in
 from trainers_adapters import ModuleSource
 
@@ -46,6 +48,16 @@ class Net(nn.Module):
 IDS = torch.tensor([[0, 3, 10]])
 
 
+def moved_model(directory: Path, seed: int) -> Any:
+    """The transformers model of `directory`, its weights moved by a seed: the same in every process."""
+    torch.manual_seed(seed)
+    model = load_reference(directory)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.05)
+    return model
+
+
 # ---------------------------------------------------------------- the ways to shard it
 
 
@@ -78,6 +90,21 @@ def tensor_parallel(net: nn.Module) -> nn.Module:
 
     plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
     return parallelize_module(net, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
+def tensor_parallel_transformer(model: Any) -> nn.Module:
+    """A causal model of transformers: heads, rows and the vocabulary over the ranks, its head tied again."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {"model.embed_tokens": RowwiseParallel()}
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{part}"] = ColwiseParallel()
+    for part in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{part}"] = RowwiseParallel()
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    model.lm_head.weight = model.model.embed_tokens.weight  # sharding made another Parameter of it
+    return model
 
 
 def fsdp1(net: nn.Module, **options: Any) -> nn.Module:

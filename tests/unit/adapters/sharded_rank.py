@@ -22,7 +22,6 @@ from torch import distributed as dist
 from torch import nn
 
 from tests.children import obey
-from tests.tiny import load_reference
 from tests.unit.adapters.sharded_nets import (
     IDS,
     WAYS,
@@ -30,7 +29,9 @@ from tests.unit.adapters.sharded_nets import (
     Net,
     expected_of,
     fsdp2,
+    moved_model,
     shard_under_adapters,
+    tensor_parallel_transformer,
     with_adapters,
 )
 from trainers_adapters import (
@@ -53,7 +54,7 @@ SENDERS: dict[str, Callable[[], Sender]] = {
     "stream": lambda: TensorStream(chunk_bytes=64),
     "segment": TensorSegment,
     "ipc": IpcArena,
-    "distributed": lambda: BroadcastGroup(bucket_bytes=8192, group_timeout_s=15.0),
+    "distributed": lambda: BroadcastGroup(bucket_bytes=8192, group_timeout_s=60.0),
 }
 
 
@@ -91,16 +92,18 @@ class Rank:
             return _said(error)
         return {"expected": expected, "names": self._source.names}
 
-    def load(self, directory: str) -> dict[str, int]:
-        """A model that an engine serves, moved by a seed and sharded by FSDP2; gives what has to arrive."""
-        torch.manual_seed(1)
-        model = load_reference(Path(directory))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape) * 0.05)
+    def load(self, directory: str, way: str = "fsdp2", seed: int = 1) -> dict[str, int]:
+        """A model that an engine serves, moved by a seed and sharded; gives what has to arrive.
+
+        way: fsdp2 or tensor_parallel.
+        """
+        model = moved_model(Path(directory), seed)
         expected = {name: checksum(tensor) for name, tensor in ModuleSource(model)}
-        fsdp2(model.model)
-        self._module = fsdp2(model)
+        if way == "fsdp2":
+            fsdp2(model.model)
+            self._module = fsdp2(model)
+        else:
+            self._module = tensor_parallel_transformer(model)
         self._source = ShardedSource(self._module, bucket_bytes=30_000, timeout_s=20.0)
         return expected
 

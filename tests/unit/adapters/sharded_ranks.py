@@ -17,7 +17,10 @@ def two_ranks(directory: Path, addresses: Sequence[str]) -> Iterator[list[childr
     store = str(directory / "store")
     with ExitStack() as stack:
         module = "tests.unit.adapters.sharded_rank"
-        ranks = [stack.enter_context(children.start(module, str(rank), "2", store)) for rank in range(2)]
+        ranks = [
+            stack.enter_context(children.start(module, str(rank), "2", store, forked=True))
+            for rank in range(2)
+        ]
         ask_all(ranks, "connect", addresses=list(addresses))
         yield ranks
 

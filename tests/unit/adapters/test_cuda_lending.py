@@ -151,6 +151,7 @@ def test_another_allocation_at_the_same_address_has_another_id(memory: Memory) -
     assert_seen(memory, after, named)
 
 
+@pytest.mark.case("B101")
 def test_what_has_no_handle_goes_through_a_buffer(memory: Memory) -> None:
     shared, pieces = memory.allocate(4096), memory.allocate(4096, shareable=False)
     named = {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers.pytorch_utils import Conv1D
 
+from tests.late import peft
 from tests.unit.adapters.fake_engine import FakeEngine, serving
 from trainers_adapters import (
     IpcArena,
@@ -25,6 +25,9 @@ from trainers_adapters import (
 )
 from weight_updater.checksum import checksum
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to")
 
 WIDTH, VOCAB = 12, 20
@@ -35,6 +38,8 @@ class Block(nn.Module):
         super().__init__()
         self.q_proj = nn.Linear(WIDTH, WIDTH, bias=bias)
         self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=bias)
+        from transformers.pytorch_utils import Conv1D
+
         self.down = Conv1D(WIDTH, 2 * WIDTH)  # its weight lies as [in, out]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +80,7 @@ def randomised(model: nn.Module, seed: int = 1) -> nn.Module:
 def make(seed: int = 0, dtype: torch.dtype = torch.float32, *, bias: bool = True, **config) -> PeftModel:
     torch.manual_seed(seed)
     config = {"r": 4, "lora_alpha": 6, "target_modules": TARGETS} | config
-    return randomised(get_peft_model(Net(bias=bias).to(dtype), LoraConfig(**config)))
+    return randomised(peft.get_peft_model(Net(bias=bias).to(dtype), peft.LoraConfig(**config)))
 
 
 def merged_by_peft(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -242,7 +247,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype | None) -> None:
 
 def two_adapters() -> PeftModel:
     model = make(modules_to_save=["head"])
-    model.add_adapter("other", LoraConfig(r=2, lora_alpha=9, target_modules=["up", "q_proj"]))
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=9, target_modules=["up", "q_proj"]))
     return randomised(model, seed=2)
 
 
@@ -270,7 +275,7 @@ def test_switching_the_adapter_shows_in_the_next_push_of_the_same_source() -> No
 
 def test_several_active_adapters_add_up() -> None:
     model = make()
-    model.add_adapter("other", LoraConfig(r=2, lora_alpha=9, target_modules=["up", "q_proj"]))
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=9, target_modules=["up", "q_proj"]))
     randomised(model, seed=2).base_model.set_adapter(["default", "other"])
     expected = merged_by_peft(model)
     assert_equal(sent(PeftSource(model)), expected)
@@ -305,14 +310,14 @@ def test_no_active_adapter_is_no_silent_push_of_the_base_model() -> None:
 def test_adapters_that_cannot_be_merged_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"layers\.0\.q_proj: adapter default is a MiCALinearVariant"):
         PeftSource(make(init_lora_weights="mica", target_modules=["q_proj"]))
-    ia3 = get_peft_model(Net(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    ia3 = peft.get_peft_model(Net(), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     with pytest.raises(ValueError, match=r"layers\.0\.q_proj is peft's Linear"):
         PeftSource(ia3)
     tokens = make(target_modules=["q_proj"], trainable_token_indices={"embed": [1, 2]})
     with pytest.raises(ValueError, match=r"embed is peft's TrainableTokensWrapper"):
         PeftSource(tokens)
     dora = make(use_dora=True, target_modules=["q_proj"])
-    dora.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    dora.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
     dora.base_model.set_adapter(["default", "other"])
     with pytest.raises(ValueError, match="adapter default uses DoRA"):
         PeftSource(dora)
@@ -340,7 +345,7 @@ def test_a_tied_head_comes_once_unless_an_adapter_parts_it() -> None:
         torch.manual_seed(0)
         net = Net()
         net.head.weight = net.embed.weight
-        return randomised(get_peft_model(net, LoraConfig(r=2, target_modules=targets, **config)))
+        return randomised(peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=targets, **config)))
 
     assert "head.weight" not in PeftSource(tied(["q_proj"])).names
     parted = tied(["embed"])

@@ -283,7 +283,7 @@ def test_an_engines_error_ends_the_broadcast(module, engines, clients, monkeypat
     with BroadcastGroup() as group:
         with pytest.raises(PushError, match="w differs"):
             push_weights(ModuleSource(module), clients, via=group)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         monkeypatch.setattr(FakeGroup, "blocks", False)
         engines[1].refuse.clear()
         assert push_weights(ModuleSource(module), clients, via=group).version == 1

@@ -30,9 +30,12 @@ class Engine:
         self.version = 0
         self.asked: list[list[Request]] = []
         self.failures = list(failures)
+        self.pushed: list[list[Any]] = []
 
     def push(self, source: Any) -> Engine:
         self.version += 1
+        if source is not None:
+            self.pushed = [[spec.name, spec.checksum] for spec in source.manifest().tensors]
         return self
 
     def sample(self, requests: list[Request], *, timeout_s: float) -> list[list[Completion]]:
@@ -105,11 +108,15 @@ def test_a_refusal_is_not_tried_again():
 
 RANK = """
 import datetime, json, sys
+import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from tests.unit.adapters.test_rollouts import LOST, Engine, make_rollouts
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.frameworks.ranks import Ranks
 from trainers_adapters.frameworks.rollouts import Rollouts
+from trainers_adapters.sharding.source import ShardedSource
+from trainers_adapters.sources import ModuleSource
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group(
     "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
@@ -126,6 +133,28 @@ try:
     rollouts.generate([[1]], {}, "s")
 except RollsyncError as error:
     said["error"] = [type(error).__name__, error.code, error.reason, error.message]
+
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
+said["whole"] = [[spec.name, spec.checksum] for spec in ModuleSource(net).manifest().tensors]
+mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+sharded = ShardedSource(fully_shard(net, mesh=mesh), timeout_s=20.0)
+engine.failures = [LOST]
+rollouts = Rollouts(engine, Ranks(2, rank), lambda: sharded)
+rollouts.sync()
+rollouts.generate([[1]], {}, "s")
+said |= {"pushed": engine.pushed, "sharded_version": rollouts.version}
+
+
+def refuse(source):
+    raise refusal
+
+
+engine.push = refuse
+try:
+    rollouts.sync()
+except RollsyncError as error:
+    said["push_error"] = [error.code, error.reason, error.message]
 print(json.dumps(said))
 """
 
@@ -144,3 +173,9 @@ def test_rank_0_acts_for_all_and_all_hear_of_it(tmp_path):
     assert (first["asked"], second["asked"]) == (2, 0)
     assert first["error"] == ["RollsyncError", "INVALID_ARGUMENT", "PROMPT_TOO_LONG", "too long"]
     assert second["error"] == [*first["error"][:3], "rank 0 failed: too long"]
+
+    assert [name for name, _ in first["whole"]] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert (first["pushed"], second["pushed"]) == (first["whole"], [])
+    assert (first["sharded_version"], second["sharded_version"]) == (4, 4)
+    assert first["push_error"] == ["INVALID_ARGUMENT", "PROMPT_TOO_LONG", "too long"]
+    assert second["push_error"] == ["INVALID_ARGUMENT", "PROMPT_TOO_LONG", "on rank 0: too long"]

@@ -112,7 +112,7 @@ def test_a_tie_comes_once(way: str, pair: Pair) -> None:
 
 
 @pytest.mark.case("B094")
-@pytest.mark.parametrize("way", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("way", ["fsdp2", "tensor_parallel", "ddp", "zero3"])
 def test_no_more_than_a_bucket_is_whole_at_a_time(way: str, pair: Pair) -> None:
     expected = pair.shard(way, bucket_bytes=400)
     pair.ask("watch")
@@ -180,6 +180,19 @@ def test_an_error_of_a_rank_at_a_bucket_ends_all(via: str, at: int, where: str, 
         assert said["seconds"] < 10
     assert pair.engines[0].version == version
     assert_goes_on(pair)
+
+
+@pytest.mark.parametrize("way", ["fsdp1", "tensor_parallel", "ddp", "zero3"])
+def test_an_error_of_a_rank_ends_all_however_the_weights_are_spread(way: str, pair: Pair) -> None:
+    expected = pair.shard(way)
+    version = pair.engines[0].version
+    pair.ranks[1].ask("break_at", where="after", bucket=1)
+    for said in pair.ask("push"):
+        assert (said["kind"], said["rank"]) == ("RankFailed", 1)
+        assert "bucket 1 (" in said["error"]
+    assert pair.engines[0].version == version
+    assert_goes_on(pair)
+    assert pair.arrived() == expected
 
 
 def test_an_error_at_the_last_bucket_comes_before_the_commit(pair: Pair) -> None:

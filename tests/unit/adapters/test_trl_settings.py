@@ -6,9 +6,11 @@ from types import SimpleNamespace as Object
 from typing import Any
 
 import pytest
+import torch
 
-from trainers_adapters import RollsyncError
+from trainers_adapters import ModuleSource, RollsyncError, ShardedSource
 from trainers_adapters.frameworks.trl_settings import (
+    Weights,
     check_engine,
     check_trainer,
     prompt_token_ids,
@@ -79,6 +81,30 @@ def test_settings_that_an_engine_cannot_honour_are_refused():
     vespo = {"loss_type": "vespo", "vllm_importance_sampling_correction": True}
     refused("vespo loss corrects token by token", vllm_importance_sampling_mode="sequence_mask", **vespo)
     check_trainer(make_trainer(vllm_importance_sampling_mode="token_mask", **vespo), 600.0)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "stage", "kind"),
+    [
+        (None, None, ModuleSource),
+        (None, 2, ModuleSource),
+        ("plugin", None, ShardedSource),
+        (None, 3, ShardedSource),
+    ],
+)
+def test_weights_come_from_shards_where_no_rank_has_them_whole(fsdp, stage, kind):
+    deepspeed = None if stage is None else Object(zero_stage=stage)
+    state = Object(fsdp_plugin=fsdp, deepspeed_plugin=deepspeed)
+    model, wrapped = torch.nn.Linear(2, 3), torch.nn.Linear(4, 5)
+    accelerator = Object(state=state, unwrap_model=lambda module: module, num_processes=1)
+    trainer = make_trainer(accelerator=accelerator, model=model, model_wrapped=wrapped)
+    check_trainer(trainer, 600.0)
+    weights = Weights(trainer)
+    source = weights()
+    assert type(source) is kind
+    shapes = [spec.shape for spec in source.manifest(checksums=False).tensors]
+    assert shapes == ([(5, 4), (5,)] if kind is ShardedSource else [(3, 2), (3,)])
+    assert (weights() is source) == (kind is ShardedSource)  # its ranks have met
 
 
 def engine_refused(match: str, vocab_size: int, context_length: int) -> None:

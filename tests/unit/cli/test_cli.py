@@ -77,6 +77,49 @@ def test_serve_passes_flags_over_environment_over_toml(
     assert (config.model, config.weights_roots) == (Path("/from/toml"), (Path("/a"),))
 
 
+LISTS = {
+    "capture_batch_sizes": ("--capture-batch-sizes", "4,1,2", "[1, 2, 4]", (1, 2, 4)),
+    "capture_prefill_tokens": ("--capture-prefill-tokens", "64, 8", "[8, 64]", (8, 64)),
+    "weights_roots": ("--weights-root", "/a:/b/c", '["/a", "/b/c"]', (Path("/a"), Path("/b/c"))),
+}
+
+
+def test_lists_are_read_from_the_environment_as_from_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServeConfig] = []
+    monkeypatch.setattr("rollout_engine.server.app.serve", lambda config, ready: seen.append(config) or 0)
+    lists = {n for n, field in ServeConfig.model_fields.items() if "tuple" in str(field.annotation)}
+    assert set(LISTS) == lists
+    for name, (flag, text, as_json, value) in LISTS.items():
+        variable = f"ROLLSYNC_{name.upper()}"
+        flags = [f"{flag}={one}" for one in (text.split(":") if flag == "--weights-root" else [text])]
+        assert run("serve", "--model", "/m", *flags).exit_code == 0
+        for said in (text, as_json, ""):
+            result = run("serve", "--model", "/m", env={variable: said})
+            assert result.exit_code == 0, result.output
+        from_flag, from_text, from_json, from_nothing = (getattr(config, name) for config in seen[-4:])
+        assert from_flag == from_text == from_json == value
+        assert from_nothing == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "word"),
+    [
+        ("capture_batch_sizes", "1,two", "capture_batch_sizes.1"),
+        ("capture_batch_sizes", "1,,2", "empty entry"),
+        ("capture_batch_sizes", "0,1", "at least 1"),
+        ("capture_prefill_tokens", "[1,", "JSON array"),
+        ("weights_roots", "/a::/b", "empty entry"),
+        ("weights_roots", "[1]", "weights_roots.0"),
+    ],
+)
+def test_a_list_that_cannot_be_read_is_exit_code_2_and_says_which(name: str, said: str, word: str) -> None:
+    result = run("serve", "--model", "/m", env={f"ROLLSYNC_{name.upper()}": said})
+    assert result.exit_code == 2, result.output
+    assert name in result.stderr
+    assert word in result.stderr
+    assert result.stdout == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -88,6 +131,9 @@ def test_serve_passes_flags_over_environment_over_toml(
         (["generate", "--ids", "one"], "--ids"),
         (["reload", "/x", "--staging", "attic"], "attic"),
         (["status", "--watch", "--json"], "--watch"),
+        (["http", "--host", "0.0.0.0"], "token"),
+        (["http", "--host", "0.0.0.0", "--token", ""], "token"),
+        (["serve", "--model", "/m", "--token", ""], "token"),
         (["fly"], "fly"),
     ],
 )

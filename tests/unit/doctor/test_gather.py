@@ -79,7 +79,7 @@ def test_a_probe_that_fails_or_hangs_is_told_of(monkeypatch, tmp_path):
     assert broken.error == "ImportError: libcuda.so.1"
     killed = g.accelerator(child("import os; os.kill(os.getpid(), 9)"), tmp_path)
     assert killed.error == "the probe ended with -9"
-    monkeypatch.setattr(g, "PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(g, "PROBE_TIMEOUT_S", 1.0)
     assert "no answer within" in g.accelerator(child("time.sleep(30)"), tmp_path).error
 
 
@@ -108,11 +108,11 @@ def test_two_processes_probe_cuda_ipc(code, error):
 
 
 def test_a_hanging_ipc_probe_ends(monkeypatch):
-    monkeypatch.setattr(g, "PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(g, "PROBE_TIMEOUT_S", 1.0)
     started = time.monotonic()
     assert g.cuda_ipc(child("time.sleep(60)")).error == "cannot lend GPU memory: no answer in time"
     assert "cannot map" in g.cuda_ipc(child(LEND + MAP + "time.sleep(60)")).error
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
 
 
 def test_compiled_kernels_are_counted(tmp_path):

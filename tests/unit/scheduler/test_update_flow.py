@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -15,10 +16,19 @@ from rollout_engine.flows import FlowRunner
 from rollout_engine.gate import Gate
 from rollout_engine.update_flow import UpdateFlow
 from rollout_engine.update_records import UpdateRecords
-from tests.unit.weight_updater.tiny_target import EMBED, TinyTarget, make_updater, manifest_of, pack, weights
+from tests.unit.weight_updater.tiny_target import (
+    EMBED,
+    TinyTarget,
+    make_updater,
+    manifest_of,
+    num_mappings,
+    pack,
+    weights,
+)
 from weight_updater.errors import Reason, UpdateError
-from weight_updater.requests import BeginUpdate, FromTensor, Path, Staging, UpdateReply, UpdateState
+from weight_updater.requests import BeginUpdate, FromIpc, FromTensor, Path, Staging, UpdateReply, UpdateState
 from weight_updater.shm import SharedSegment
+from weight_updater.sink import Sink
 
 
 class NoSequences:
@@ -27,6 +37,9 @@ class NoSequences:
     def __init__(self) -> None:
         self.started: list[Any] = []
         self.live: list[Any] = []
+
+    def started_with(self, adapter: str) -> list[Any]:
+        return self.started
 
     def on_commit(self, commit_sequence: int) -> None:
         pass
@@ -165,3 +178,47 @@ def test_no_commit_comes_while_a_worker_still_verifies_an_update_that_was_aborte
     assert loop.turn_until("abort") == {"found": True, "torn": False}
     live = {name: manifest_of(weights(2)).tensors[at].checksum for at, name in enumerate(weights(2))}
     assert loop.updater.checksums([]) == live == loop.updater._live.known
+
+
+@pytest.mark.parametrize("staging", [Staging.HOST, Staging.NONE])
+@pytest.mark.parametrize("path", [Path.TENSOR, Path.IPC])
+def test_the_memory_of_an_update_that_was_aborted_under_its_worker_is_given_back_at_once(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, path: Path, staging: Staging
+) -> None:
+    """A segment may be as large as the model, and nobody calls the collector of cycles when all is quiet."""
+    reading, go_on = threading.Event(), threading.Event()
+    write = Sink.write_whole
+
+    def wait(*arguments: Any) -> None:
+        reading.set()
+        assert go_on.wait(10)
+        write(*arguments)
+
+    monkeypatch.setattr(Sink, "write_whole", wait)
+    tensors, named = weights(1), loop.segment.descriptor
+    pack(loop.segment, tensors)
+    begin = BeginUpdate(path=path, update_id="u", manifest=manifest_of(tensors), staging=staging)
+    way: dict[str, Any] = {"tensor": FromTensor("u", named)}
+    if path is Path.IPC:
+        way = {"ipc": FromIpc("u", (named,))}
+    gc.collect()
+    gc.disable()
+    try:
+        loop.start("begun", loop.updates.begin(messages.Begin(call_id=1, request=begin)))
+        loop.turn_until("begun")
+        loop.start("sent", loop.updates.update(messages.Update(call_id=2, **way)))
+        deadline = time.monotonic() + 10
+        while not reading.is_set():
+            assert time.monotonic() < deadline
+            loop.flows.turn()
+        assert loop.updater.abort("u")[0]
+        go_on.set()
+        error = loop.turn_until("sent")
+        assert isinstance(error, UpdateError)
+        assert error.reason is Reason.UNKNOWN_UPDATE
+        del error
+        loop.answers.clear()
+        loop.updater.release([named.allocation_id])
+        assert num_mappings(named.name) == 1  # ours
+    finally:
+        gc.enable()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import msgspec
@@ -23,7 +24,7 @@ from rollout_engine.server.receiver_link import EngineLink
 from rollout_engine.v1 import weights_pb2 as pb
 from rollout_engine.v1.weights_pb2_grpc import WeightsStub
 from tests.wire.fake_replies import update_reply
-from tests.wire.front import reason_of
+from tests.wire.front import reason_of, wait_until
 from tests.wire.test_front_auth import make_certificate
 from tests.wire.update_messages import chunk, header, packed_chunk
 from weight_updater.requests import FromTensor, UpdateState
@@ -148,10 +149,11 @@ def test_a_refusal_ends_the_stream_though_the_client_waits_and_frees_its_slots()
         assert reason_of(caught.value) == (CODE.INVALID_ARGUMENT, "BAD_CHUNK", "refused")
         assert caught.value.details() == "a chunk overlaps"
         stop.set()
-        deadline = time.monotonic() + 5
-        while len(engine.link.ring._free) < 2 or threading.active_count() > threads + 1:
-            assert time.monotonic() < deadline, "a slot or a thread is left over"
-            time.sleep(0.01)
+        wait_until(
+            lambda: len(engine.link.ring._free) == 2 and threading.active_count() <= threads + 1,
+            20,
+            "the slots and the threads to be given back",
+        )
         assert engine.of(m.EndOfChunks) == []
 
 
@@ -171,12 +173,9 @@ def test_a_client_that_goes_away_after_its_last_chunk(says_end):
     with receiving(engine) as address, stub_of(address) as stub:
         call = stub.UpdateWeightsFromTensor.future(stream(), timeout=30)
         assert sent.wait(5)
-        time.sleep(0.1)
+        wait_until(lambda: bool(engine.of(m.EndOfChunks if says_end else m.Chunk)), 20, "the last message")
         call.cancel()
-        deadline = time.monotonic() + 5
-        while not engine.of(m.EndOfChunks):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: bool(engine.of(m.EndOfChunks)), 20, "the end")
         assert engine.of(m.EndOfChunks)[0].complete is says_end
 
 
@@ -235,6 +234,31 @@ def test_a_receiver_without_a_front_or_an_engine_ends():
     assert process.wait(20) == 1
     assert "the engine process closed its connection" in process.stderr.read()
     ours.close()
+
+
+def test_one_stream_above_the_limit_is_refused_until_one_has_ended():
+    engine, end = Engine(), threading.Event()
+
+    def stream() -> Iterator[pb.UpdateWeightsFromTensorRequest]:
+        yield header()
+        end.wait(20)
+
+    with receiving(engine, max_streams=2) as address, stub_of(address) as stub:
+        with ThreadPoolExecutor(2) as pool:
+            streams = [pool.submit(stub.UpdateWeightsFromTensor, stream(), timeout=20) for _ in range(2)]
+            deadline = time.monotonic() + 10
+            while len(engine.of(m.Update)) < 2:
+                assert time.monotonic() < deadline, "two streams are not open"
+                time.sleep(0.005)
+            for _ in range(3):
+                with pytest.raises(grpc.RpcError) as caught:
+                    stub.UpdateWeightsFromTensor(iter([header()]), timeout=10)
+                assert reason_of(caught.value) == (CODE.RESOURCE_EXHAUSTED, "TOO_MANY_STREAMS", "engine")
+                assert caught.value.details().startswith("2 weight streams are open")
+            end.set()
+            assert {one.result(20).state for one in streams} == {pb.UPDATE_STATE_RECEIVED}
+        last = stub.UpdateWeightsFromTensor(iter([header()]), timeout=10)
+        assert last.state == pb.UPDATE_STATE_RECEIVED
 
 
 class Leaving:

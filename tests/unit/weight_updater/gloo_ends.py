@@ -91,7 +91,7 @@ def join(
     *,
     name: str = "g",
     address: str = LOOPBACK,
-    timeout_s: float = 10.0,
+    timeout_s: float = 20.0,
 ) -> SenderGroup:
     port = free_port(address)
     joined = pool.submit(registry.init, InitGroup(name, address, port, 1, 2, timeout_s=timeout_s))
@@ -158,7 +158,7 @@ def resources() -> tuple[int, int, int, int]:
     return num_files, len(children_of_this_process()), len(mapped_segments()), threading.active_count()
 
 
-def eventually(is_true: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def eventually(is_true: Callable[[], bool], timeout_s: float = 20.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not is_true() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -74,7 +74,7 @@ def test_a_disagreement_is_refused_on_both_sides_and_harms_nothing(registry, poo
             call = lambda sink=sink, size=bucket_bytes: receive(registry, sink, bucket_bytes=size)  # noqa: E731
             here = refused(call, Reason.MANIFEST_MISMATCH)
             there = refused(sending.result, Reason.MANIFEST_MISMATCH)
-            assert time.monotonic() - start < 1
+            assert time.monotonic() - start < 10
             assert all(text in here and text in there for text in texts), here
             assert sink.num_bytes == 0
         transfer(registry, pool, sender, 3)
@@ -98,7 +98,7 @@ def test_a_sender_whose_tensors_are_not_its_manifest_tells_both_sides(registry, 
         message = refused(lambda: receive(registry, FakeSink(manifest)), Reason.PEER_LOST)
         with pytest.raises(UpdateRefused, match=text):
             sending.result()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 10
         assert "rank 0: " in message
         assert registry.names == []
         refused(lambda: sender.broadcast(manifest, []), Reason.GROUP_UNKNOWN)
@@ -110,8 +110,8 @@ def test_a_sender_that_sends_too_much_kills_the_child_and_no_more(registry, pool
     manifest = manifest_of({"a": torch.ones(64)})
     with listen(LOOPBACK, 0) as listener:
         port = listener.getsockname()[1]
-        joined = pool.submit(registry.init, InitGroup("g", LOOPBACK, port, 1, 2, timeout_s=5.0))
-        group = GlooGroup(Member("g", LOOPBACK, port, 0, 2, 5.0), listener)
+        joined = pool.submit(registry.init, InitGroup("g", LOOPBACK, port, 1, 2, timeout_s=20.0))
+        group = GlooGroup(Member("g", LOOPBACK, port, 0, 2, 20.0), listener)
         joined.result()
         receiving = pool.submit(receive, registry, FakeSink(manifest))
         group.agree(plan_buckets(manifest), 5.0)
@@ -138,7 +138,7 @@ def test_an_error_while_bytes_are_put_away_reaches_the_sender(registry, pool) ->
         start = time.monotonic()
         refused(lambda: receive(registry, sink, bucket_bytes=1024), Reason.TIMEOUT)
         assert "rank 1: the lease ran out at bucket 1" in refused(sending.result, Reason.PEER_LOST)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 10
     with join(registry, pool) as sender:
         transfer(registry, pool, sender, 1)
 
@@ -157,22 +157,26 @@ def test_the_death_of_the_receiving_process_reaches_both_sides(registry, pool) -
         start = time.monotonic()
         message = refused(lambda: receive(registry, sink, bucket_bytes=1024), Reason.PEER_LOST)
         refused(sending.result, Reason.PEER_LOST)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 10
         assert "exit status -9" in message
 
 
 def test_closing_the_sender_from_another_thread_ends_both_sides(registry, pool) -> None:
     tensors = {"a": torch.ones(5000)}
-    hold = threading.Event()
-    sender = join(registry, pool, timeout_s=20.0)
+    arrives, hold = threading.Event(), threading.Event()
+
+    def put_away() -> None:
+        arrives.set()
+        hold.wait(1.0)
+
+    sender = join(registry, pool)
     sending = send(pool, sender, tensors, 1024)
-    sink = FakeSink(manifest_of(tensors), lambda: hold.wait(1.0))
-    receiving = pool.submit(receive, registry, sink, bucket_bytes=1024)
-    time.sleep(0.3)
+    receiving = pool.submit(receive, registry, FakeSink(manifest_of(tensors), put_away), bucket_bytes=1024)
+    assert arrives.wait(20)
     start = time.monotonic()
     sender.close()
     refused(sending.result, Reason.PEER_LOST)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     hold.set()
     assert "the sender closed the group" in refused(receiving.result, Reason.PEER_LOST)
     sender.close()
@@ -180,10 +184,10 @@ def test_closing_the_sender_from_another_thread_ends_both_sides(registry, pool) 
 
 @pytest.mark.case("B084")
 def test_engines_that_receive_from_a_sender_that_never_sends(registry, pool) -> None:
-    with join(registry, pool, timeout_s=20.0):
+    with join(registry, pool):
         start = time.monotonic()
         refused(lambda: receive(registry, FakeSink(manifest_of(weights())), timeout_s=1.0), Reason.TIMEOUT)
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 10
         assert "init it first" in refused(
             lambda: receive(registry, FakeSink(manifest_of(weights()))), Reason.GROUP_UNKNOWN
         )
@@ -204,7 +208,7 @@ def tensors():
     print("stopped", flush=True)
     time.sleep(60)
 
-with SenderGroup("g", "127.0.0.1", port, 2, 10.0) as group:
+with SenderGroup("g", "127.0.0.1", port, 2, 20.0) as group:
     print("joined", flush=True)
     group.broadcast(manifest, tensors(), 1024)
 """
@@ -216,7 +220,7 @@ with SenderGroup("g", "127.0.0.1", port, 2, 10.0) as group:
 def test_a_killed_sender_can_be_relaunched(registry, pool, idle: bool) -> None:
     manifest = Manifest(tuple(TensorSpec(f"t{i}", "float32", (256,)) for i in range(3)))
     port = free_port()
-    joined = pool.submit(registry.init, InitGroup("g", LOOPBACK, port, 1, 2, timeout_s=10.0))
+    joined = pool.submit(registry.init, InitGroup("g", LOOPBACK, port, 1, 2, timeout_s=20.0))
     sender = subprocess.Popen([sys.executable, "-c", SENDER, str(port)], stdout=subprocess.PIPE, text=True)
     try:
         assert sender.stdout is not None
@@ -233,7 +237,7 @@ def test_a_killed_sender_can_be_relaunched(registry, pool, idle: bool) -> None:
             sender.kill()
             start = time.monotonic()
             refused(receiving.result, Reason.PEER_LOST)
-            assert time.monotonic() - start < 3
+            assert time.monotonic() - start < 10
             assert registry.names == []
     finally:
         sender.kill()

@@ -89,7 +89,7 @@ def test_a_rendezvous_without_a_trainer_ends_at_its_timeout(registry) -> None:
         Reason.TIMEOUT,
         Reason.PEER_LOST,
     )
-    assert time.monotonic() - start < 8  # a process starts first
+    assert time.monotonic() - start < 20  # a process starts first
     assert "group 'grp', rank 3 of world size 5, rank 0 at 127.0.0.1:" in message
     assert str(port) in message
     assert registry.names == []
@@ -101,7 +101,7 @@ def test_a_sender_alone_ends_at_its_timeout_and_frees_its_port() -> None:
     port = free_port()
     start = time.monotonic()
     message = refused(lambda: SenderGroup("g", LOOPBACK, port, 3, 0.5), Reason.TIMEOUT)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     assert "rank 1 did not come within 0.5 s" in message
     gc.collect()
     with listen(LOOPBACK, port):
@@ -112,22 +112,22 @@ def test_a_sender_alone_ends_at_its_timeout_and_frees_its_port() -> None:
 @pytest.mark.case("B089")
 def test_members_that_disagree_hear_of_it_at_once(registry, pool) -> None:
     port = free_port()
-    joined = pool.submit(registry.init, InitGroup("a", LOOPBACK, port, 1, 2, timeout_s=20.0))
+    joined = pool.submit(registry.init, InitGroup("a", LOOPBACK, port, 1, 2, timeout_s=60.0))
     start = time.monotonic()
-    message = refused(lambda: SenderGroup("b", LOOPBACK, port, 2, 20.0), Reason.INVALID_UPDATE)
+    message = refused(lambda: SenderGroup("b", LOOPBACK, port, 2, 60.0), Reason.INVALID_UPDATE)
     assert "group is" in message
     assert "'b' at rank 0" in message
     assert "'a' at rank 1" in message
     refused(joined.result, Reason.INVALID_UPDATE, Reason.PEER_LOST)
     port = free_port()
     joins = [
-        pool.submit(registry.init, InitGroup(name, LOOPBACK, port, 1, 3, timeout_s=20.0))
+        pool.submit(registry.init, InitGroup(name, LOOPBACK, port, 1, 3, timeout_s=60.0))
         for name in ("c", "d")
     ]
-    refused(lambda: SenderGroup("c", LOOPBACK, port, 3, 20.0), Reason.INVALID_UPDATE)
+    refused(lambda: SenderGroup("c", LOOPBACK, port, 3, 60.0), Reason.INVALID_UPDATE)
     for joining in joins:
         refused(joining.result, Reason.INVALID_UPDATE, Reason.PEER_LOST)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50
 
 
 @pytest.mark.case("B080")
@@ -141,10 +141,10 @@ def test_several_engines_receive_alike(pool) -> None:
     with GroupRegistryScope() as first, GroupRegistryScope() as second:
         port = free_port()
         joins = [
-            pool.submit(registry.init, InitGroup("g", LOOPBACK, port, rank, 3, timeout_s=10.0))
+            pool.submit(registry.init, InitGroup("g", LOOPBACK, port, rank, 3, timeout_s=20.0))
             for rank, registry in ((1, first), (2, second))
         ]
-        with SenderGroup("g", LOOPBACK, port, 3, 10.0) as sender:
+        with SenderGroup("g", LOOPBACK, port, 3, 20.0) as sender:
             for joining in joins:
                 joining.result()
             sinks = [FakeSink(manifest_of(weights())) for _ in range(2)]

@@ -137,7 +137,7 @@ def test_a_broadcast_that_never_ends_is_aborted_at_its_deadline_and_the_name_is_
     with pytest.raises(UpdateRefused) as refused:
         receive(world, sink_for(target, manifest), 256)
     assert refused.value.reason in (Reason.TIMEOUT, Reason.PEER_LOST)
-    assert 0.5 < time.monotonic() - started < 5.0
+    assert 0.5 < time.monotonic() - started < 20.0
     with pytest.raises(UpdateRefused):
         sending.result()
     assert world.wire.num_aborts == 2  # both ends
@@ -174,7 +174,7 @@ def test_an_update_that_ends_aborts_what_writes_to_its_destination(world, monkey
             time.sleep(0.01)
         started = time.monotonic()
         sink.end(UpdateRefused(Reason.TIMEOUT, "aborted by the trainer"))
-        assert time.monotonic() - started < 3.0
+        assert time.monotonic() - started < 8.0
         with pytest.raises(UpdateRefused):
             receiving.result()
         with pytest.raises(UpdateRefused, match="the update ended"):
@@ -187,8 +187,10 @@ def test_closing_the_sender_ends_both_sides(world, monkeypatch):
     sender = world.join(monkeypatch)
     world.wire.stuck_from = 1
     sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), 256)
-    receiving = world.pool.submit(receive, world, sink_for(target, manifest), 256)
-    time.sleep(0.2)
+    sink = sink_for(target, manifest)
+    receiving = world.pool.submit(receive, world, sink, 256)
+    while sink.received_bytes == 0:
+        time.sleep(0.01)
     sender.close()
     for side in (sending, receiving):
         with pytest.raises(UpdateRefused) as refused:

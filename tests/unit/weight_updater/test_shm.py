@@ -117,6 +117,31 @@ def test_a_symbolic_link_is_refused() -> None:
         os.unlink(f"/dev/shm/{name}")
 
 
+def test_a_segment_of_another_user_is_refused_and_never_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = open_files()
+    with SharedSegment.create(100) as segment:
+        left = f"/dev/shm/rollsync-{os.urandom(16).hex()}.held"  # nobody holds it
+        Path(left).touch()
+        try:
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+            assert "does not belong to this user" in refused(segment.descriptor).message
+            sweep()
+            assert os.path.exists(left)
+        finally:
+            os.unlink(left)
+    monkeypatch.undo()
+    assert open_files() == before
+
+
+def test_what_is_no_file_is_refused() -> None:
+    name = "rollsync-" + os.urandom(16).hex()
+    os.mkfifo(f"/dev/shm/{name}")
+    try:
+        refused(ShmSegment(name, 1, "x"))
+    finally:
+        os.unlink(f"/dev/shm/{name}")
+
+
 @pytest.mark.parametrize("size", [99, 101])
 def test_another_size_is_refused(size: int) -> None:
     before = open_files()

@@ -35,9 +35,12 @@ class Worker:
         except UpdateError as error:
             self._error = error
 
-    def end(self):  # type: ignore[no-untyped-def]
+    def join(self) -> None:
         self._thread.join(10)
         assert not self._thread.is_alive()
+
+    def end(self):  # type: ignore[no-untyped-def]
+        self.join()
         return self._updater.received(self.receive, self._error)
 
 
@@ -55,6 +58,8 @@ def test_streams_side_by_side_bring_what_one_would(staging: Staging) -> None:
     workers = [Worker(updater, update_id, half(first)) for first in (0, 1)]
     assert updater.open is not None
     assert updater.open.num_receiving == 2
+    for worker in workers:
+        worker.join()  # the state counts bytes, whichever stream brought them
     replies = [worker.end() for worker in workers]
     assert [reply.state for reply in replies] == [UpdateState.RECEIVED, UpdateState.RECEIVED]
     assert not updater.open.receiving
@@ -169,4 +174,4 @@ def test_seconds_of_streams_side_by_side_count_once() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert 0.4 <= transfer.seconds < 0.8
+    assert 0.4 <= transfer.seconds < 1.5  # one after the other: 1.6 at least

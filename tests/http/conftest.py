@@ -1,0 +1,50 @@
+"""An engine with a tokenizer behind the facade, for all tests of HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import RunningEngine, serve
+from tests.http.facade import Answer, facade, fetch
+from tests.tiny import load_reference, make_tiny
+from tests.unit.server.tokenizers_for_tests import save_tokenizer
+from tests.wire.trainer import train
+
+Call = Callable[..., Answer]
+
+
+@pytest.fixture(scope="package")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The engine's weights root."""
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="package")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make_tiny(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="package")
+def engine(model_dir: Path, root: Path) -> Iterator[RunningEngine]:
+    with serve(model_dir, "--weights-root", str(root), "--num-pages", "64", forked=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def call(engine: RunningEngine) -> Iterator[Call]:
+    """call(path, body): status and answer of the facade before `engine`."""
+    with facade(engine.address, model_names=["policy"]) as address:
+        yield lambda path, body=None, **query: fetch(address, path, body, **query)
+
+
+@pytest.fixture
+def trained(model_dir: Path) -> Any:
+    model = load_reference(model_dir)
+    train(model, 5)
+    return model
