@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,8 @@ import pytest
 from tests.faults.__main__ import add_counts, player_on, read_counts
 from tests.faults.play import Player
 from tests.faults.rounds import PATHS, STAGES, STAGINGS, all_kinds, pairwise, parse
+from tests.faults.stand import until
+from tests.holdings import born
 
 SEED = int(os.environ.get("FAULTS_SEED") or random.SystemRandom().randrange(1_000_000))
 """FAULTS_SEED=N runs the same rounds again."""
@@ -58,6 +62,26 @@ def test_the_rounds_of_a_run_cover_all_pairs():
     assert {kind[0] for kind in kinds} == set(PATHS)
     assert {kind[1] for kind in kinds} == set(STAGINGS)
     assert {kind[2] for kind in kinds} == set(STAGES)
+
+
+def test_what_a_nursery_forked_ends_when_it_is_killed():
+    code = """
+import os, time
+from tests.faults.nursery import die_with_parent
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    die_with_parent()
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    assert born(child)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    until(lambda: not born(child), "the child ends with its parent")
 
 
 def test_counts_of_many_processes_at_once_add_up_and_are_never_half_a_file(tmp_path):

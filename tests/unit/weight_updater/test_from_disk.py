@@ -138,7 +138,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, meddle)
     with pytest.raises(UpdateRefused, match=SINGLE) as caught:
         from_disk.receive(FromDisk("u", str(tmp_path)), manifest, sink, num_threads=1)
     assert caught.value.reason is Reason.FILE_CORRUPT
-    assert open_files() == before
+    assert open_files() <= before  # fewer, where a test before this one left some to be closed
 
 
 def test_an_error_of_the_sink_stops_all_readers(tmp_path: Path) -> None:
