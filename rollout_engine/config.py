@@ -151,6 +151,10 @@ class ServeConfig(BaseSettings):
     max_prompt_logits_rows: int = Field(512, ge=1)
     """Rows of logits computed at once for prompt log-probabilities."""
 
+    max_adapters: int = Field(0, ge=0, le=256)
+    """LoRA adapters that can be held beside the base weights; memory for all of them is taken at start."""
+    max_adapter_rank: int = Field(16, ge=1, le=1024)
+    """Of each of them; one of a smaller rank takes as much memory."""
     reserve_device_staging: bool = False
     """Keep a second arena on the device, so that updates default to staging=device."""
     lease_seconds: float = Field(60.0, gt=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import torch
@@ -193,6 +194,48 @@ class Control:
                 f"{len(self._scheduler.waiting)} wait: abort them, or wait",
             )
 
+    # ------------------------------------------------------------ adapters
+
+    def remove_adapter(self, command: messages.RemoveAdapter) -> dict[str, int]:
+        """Let go of an adapter; its slot is free for another."""
+        book, opened, name = self._updater.adapters.book, self._updater.open, command.name
+        if book.get(name) is None:
+            raise EngineError(Reason.UNKNOWN_ADAPTER, f"no adapter {name!r}: {book.names()}")
+        if opened is not None and opened.adapter is not None and opened.adapter.name == name:
+            raise EngineError(
+                Reason.BUSY,
+                f"update {opened.update_id!r} of adapter {name!r} is open; end it first",
+            )
+        users = [sequence for sequence in self._scheduler.live if sequence.adapter == name]
+        if users and not command.abort:
+            raise EngineError(
+                Reason.BUSY,
+                f"{len(users)} sequences use adapter {name!r}; wait for them, or say abort=true to end them",
+            )
+        for sequence in users:
+            self._requests.finish(sequence, "abort", "", self._updater.version)
+        version = self._updater.adapters.remove(name)
+        self._scheduler.on_commit(self._updater.commit_sequence)
+        return {"version": version, "num_aborted": len(users)}
+
+    def _adapters(self) -> list[messages.AdapterState]:
+        """Those that are held, by name."""
+        book = self._updater.adapters.book
+        if not book.held:
+            return []
+        users = Counter(sequence.adapter for sequence in self._scheduler.live)
+        return [
+            messages.AdapterState(
+                name=held.name,
+                version=held.version,
+                rank=held.rank,
+                base_version=held.base_version,
+                stale=book.is_stale(held),
+                num_sequences=users[held.name],
+            )
+            for held in sorted(book.held.values(), key=lambda held: held.name)
+        ]
+
     # ------------------------------------------------------------ weights, read only
 
     def checksums(self, command: messages.GetChecksums) -> dict[str, Any]:
@@ -257,12 +300,13 @@ class Control:
             num_total_pages=self._scheduler.pool.num_pages,
             open_update_id=opened.update_id if opened else "",
             open_update_state=str(opened.state) if opened else "",
-            open_update_version=opened.next_version if opened else 0,
+            open_update_version=opened.next_version if opened and opened.adapter is None else 0,
             num_steps=num_steps,
             num_generated_tokens=num_generated_tokens,
             received_bytes=opened.received_bytes if opened else 0,
             total_bytes=opened.total_bytes if opened else 0,
             paused_by=self._gate.paused_by,
             released_tags=list(self.released_tags),
+            adapters=self._adapters(),
             work=dataclasses.replace(self._scheduler.work, passes=dict(self._runner.forward_counts)),
         )

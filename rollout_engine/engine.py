@@ -145,6 +145,7 @@ class Engine:
                 self._updater.version,
                 self._updater.commit_sequence,
                 only_started=self._gate.num_draining > 0,
+                held_back=self._gate.draining_adapters,
             )
         if batch is None:
             if self._scheduler.is_idle and not self._books_checked:
@@ -290,6 +291,7 @@ class Engine:
             messages.Commit: self._awake(updates.commit),
             messages.AbortUpdate: updates.abort,
             messages.Rollback: self._awake(updates.rollback),
+            messages.RemoveAdapter: control.remove_adapter,
             messages.RenewLease: lambda c: {"lease_s": updater.renew(c.update_id, c.lease_s)},
             messages.ReleaseIpc: lambda c: {"num_released": updater.release(c.allocation_ids)},
             messages.InitWeightsGroup: control.init_group,

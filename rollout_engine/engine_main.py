@@ -105,6 +105,7 @@ def build(config: ServeConfig, channel: Channel, receivers: socket.socket | None
         initial_version=config.initial_version,
         graphs=runner.graphs,
         preloaded=preloaded,
+        adapters=runner.adapters,
     )
     arithmetic = KvArithmetic(
         pre_model_load_bytes=pre_model_load_bytes,
@@ -120,7 +121,7 @@ def build(config: ServeConfig, channel: Channel, receivers: socket.socket | None
     info = _info(config, runner, updater, arithmetic)
     engine = Engine(
         runner=runner,
-        scheduler=Scheduler(scheduler_limits(config, runner, num_pages)),
+        scheduler=Scheduler(scheduler_limits(config, runner, num_pages), updater.adapters.book),
         updater=updater,
         channel=channel,
         receivers=receivers,
@@ -197,6 +198,9 @@ def _info(
             weights_path=updater.weights_path or str(config.model),
             max_running_requests=runner.max_running,
             weights_address=runner.target.buffer.data_ptr(),
+            max_adapters=config.max_adapters,
+            max_adapter_rank=config.max_adapter_rank if config.max_adapters else 0,
+            adapter_bytes=0 if runner.adapters is None else runner.adapters.nbytes,
         )
 
     return describe

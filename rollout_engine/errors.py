@@ -19,6 +19,8 @@ class Reason(StrEnum):
     EXCEEDS_KV_POOL = "EXCEEDS_KV_POOL"  # would need more pages than the whole pool has
     DUPLICATE_REQUEST = "DUPLICATE_REQUEST"  # request_id of a live request
     VERSION_TOO_OLD = "VERSION_TOO_OLD"  # min_version is above the live version
+    UNKNOWN_ADAPTER = "UNKNOWN_ADAPTER"  # no adapter of this name is held
+    ADAPTER_STALE = "ADAPTER_STALE"  # it was pushed over other base weights than those that are live
     NOT_SERVING = "NOT_SERVING"  # torn weights, or the trainer's memory is gone
     ASLEEP = "ASLEEP"  # released memory
     BUSY = "BUSY"  # needs an idle engine

@@ -16,6 +16,7 @@ class Gate:
     parked_by_update: bool = False  # no forward pass may start
     in_flight: bool = False  # a forward pass was launched and its results are not taken in yet
     num_draining: int = 0  # somebody waits until sequences in flight have finished
+    draining_adapters: list[str] = dataclasses.field(default_factory=list)  # .. those of these adapters
     parked_at: float = 0.0
 
     @property

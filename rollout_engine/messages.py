@@ -11,8 +11,11 @@ from typing import Any
 import msgspec
 
 from rollout_engine.manifest_columns import manifest_from_message, manifest_to_message
+from rollout_engine.outputs import SequenceOutput as SequenceOutput
+from rollout_engine.outputs import Span as Span
+from rollout_engine.records import AdapterState as AdapterState
 from rollout_engine.records import KvArithmetic as KvArithmetic
-from rollout_engine.records import SequenceRecord, UpdateRecord, WorkCounts
+from rollout_engine.records import UpdateRecord, WorkCounts
 from rollout_engine.sampling import SamplingParams
 from weight_updater.requests import (
     BeginUpdate,
@@ -50,6 +53,8 @@ class SubmitRequest(Message, frozen=True):
     min_version: int = 0
     return_hidden_states: bool = False
     stream: bool = True  # False: one event per completion, at its end
+    adapter: str = ""  # "": the base weights alone
+    min_adapter_version: int = 0
 
 
 class AbortRequests(Message, frozen=True):
@@ -157,6 +162,16 @@ class Rollback(Call, frozen=True):
     inflight: Inflight = Inflight.WAIT
 
 
+class RemoveAdapter(Call, frozen=True):
+    """Let go of an adapter. abort: end the requests that use it; else they refuse the removal.
+
+    Result: {"version": int, "num_aborted": int}.
+    """
+
+    name: str
+    abort: bool = False
+
+
 class RenewLease(Call, frozen=True):
     """Result: {"lease_s": float}."""
 
@@ -225,6 +240,7 @@ Command = (
     | Commit
     | AbortUpdate
     | Rollback
+    | RemoveAdapter
     | RenewLease
     | ReleaseIpc
     | InitWeightsGroup
@@ -255,37 +271,6 @@ class Reply(Message, frozen=True):
     # Every reply carries the live version.
     weight_version: int = 0
     commit_sequence: int = 0
-
-
-class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens from `start` (index in the completion) on were sampled by these weights."""
-
-    start: int
-    weight_version: int
-    commit_sequence: int
-
-
-class SequenceOutput(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one completion since its previous output.
-
-    finish_reason: "" (running), stop, length, abort, deadline or error.
-    """
-
-    request_id: str
-    index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    spans: list[Span]
-    finish_reason: str = ""
-    error: str = ""
-    top_logprobs: list[list[tuple[int, float]]] = []
-    prompt_logprobs: list[float] | None = None  # on the first output when asked for
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    hidden_states: list[bytes] = []
-    weight_version: int = 0
-    record: SequenceRecord | None = None  # on the last output
 
 
 class Outputs(Message, frozen=True):
@@ -330,6 +315,7 @@ class Snapshot(Message, frozen=True):
     released_tags: list[str] = []
     open_update_version: int = 0  # what it will bring
     work: WorkCounts = msgspec.field(default_factory=WorkCounts)
+    adapters: list[AdapterState] = []
 
 
 class UpdateEnded(Message, frozen=True):
@@ -358,6 +344,9 @@ class EngineInfo(msgspec.Struct, frozen=True):
     weights_path: str
     max_running_requests: int
     weights_address: int
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
+    adapter_bytes: int = 0
 
 
 class Ready(Message, frozen=True):

@@ -36,6 +36,17 @@ class WorkCounts:
         self.num_prefix_hits += num_cached_tokens > 0
 
 
+class AdapterState(msgspec.Struct, frozen=True):
+    """An adapter that is held. stale: other base weights are live than those that it was pushed over."""
+
+    name: str
+    version: int
+    rank: int
+    base_version: int
+    stale: bool
+    num_sequences: int  # that use it, running or waiting
+
+
 class KvArithmetic(msgspec.Struct, frozen=True):
     """Bytes behind the page pool (see kv/capacity.py)."""
 
@@ -65,6 +76,7 @@ class UpdateRecord(msgspec.Struct, frozen=True):
     staging: auto where an update was refused before it was agreed.
     reason, message: of the error; empty without one.
     version, commit_sequence: live after the end. next_version: what it was to bring, 0 if nothing was agreed.
+        All of the base weights; adapter_version is what an update of `adapter` committed, 0 for none.
     seconds: by stage; see STAGES. Stages that did not happen are left out.
     ended_at: Unix time.
     """
@@ -88,6 +100,8 @@ class UpdateRecord(msgspec.Struct, frozen=True):
     num_recomputed: int = 0
     num_kept: int = 0
     graphs_recaptured: int = 0
+    adapter: str = ""
+    adapter_version: int = 0
 
 
 STAGES = (

@@ -11,6 +11,7 @@ from rollout_engine.errors import EngineError, Reason
 from rollout_engine.replies import error_info
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
+from weight_updater.adapters import AdapterBook
 
 
 class RequestTable:
@@ -33,9 +34,13 @@ class RequestTable:
         """Queue the n sequences of a request.
 
         Raises:
-            EngineError: DUPLICATE_REQUEST, QUEUE_FULL, EXCEEDS_KV_POOL.
+            EngineError: DUPLICATE_REQUEST, QUEUE_FULL, EXCEEDS_KV_POOL, UNKNOWN_ADAPTER, ADAPTER_STALE,
+                VERSION_TOO_OLD (of the adapter).
         """
         params = command.params
+        refused = adapter_refusal(self._scheduler.adapters, command.adapter, command.min_adapter_version)
+        if refused is not None:
+            raise refused
         if command.request_id in self._live:
             raise EngineError(
                 Reason.DUPLICATE_REQUEST, f"request {command.request_id!r} is live already; choose another id"
@@ -77,6 +82,8 @@ class RequestTable:
             arrival=number,
             deadline=deadline,
             min_version=command.min_version,
+            adapter=command.adapter,
+            min_adapter_version=command.min_adapter_version,
             stream=command.stream,
             wants_hidden=command.return_hidden_states,
         )
@@ -110,16 +117,16 @@ class RequestTable:
                 self.finish(sequence, "deadline", "", weight_version)
 
     def end_too_old(self, weight_version: int) -> None:
-        """The live version became smaller: end the requests that ask for a newer one.
+        """Other weights are live: end the requests that ask for newer ones, or for an adapter that was pushed
+        over others.
 
         One of which nothing was sampled yet is refused, as it would be at its submission; another ends with
         what it has, and with that refusal as its error.
         """
         for request_id, sequences in list(self._live.items()):
-            asked = sequences[0].min_version
-            if asked <= weight_version:
+            error = self._refusal(sequences[0], weight_version)
+            if error is None:
                 continue
-            error = too_old(asked, weight_version)
             if len(sequences) == sequences[0].params.n and not any(s.output_ids for s in sequences):
                 for sequence in sequences:
                     sequence.finish_reason = "error"
@@ -129,6 +136,12 @@ class RequestTable:
                 continue
             for sequence in list(sequences):
                 self.finish(sequence, "error", f"{error.reason}: {error.message}", weight_version)
+
+    def _refusal(self, sequence: Sequence, weight_version: int) -> EngineError | None:
+        """Why these weights may not sample a live sequence, or None."""
+        if sequence.min_version > weight_version:
+            return too_old(sequence.min_version, weight_version)
+        return adapter_refusal(self._scheduler.adapters, sequence.adapter, sequence.min_adapter_version)
 
     def finish(self, sequence: Sequence, reason: str, error: str, weight_version: int) -> None:
         """End a live sequence from outside: free what it holds and tell its caller."""
@@ -165,3 +178,28 @@ def too_old(min_version: int, weight_version: int) -> EngineError:
         Reason.VERSION_TOO_OLD,
         f"weight version {min_version} or newer was asked for; {weight_version} is live",
     )
+
+
+def adapter_refusal(book: AdapterBook, name: str, min_version: int) -> EngineError | None:
+    """Why a request for an adapter cannot be answered now, or None. name: "" asks for none."""
+    if not name:
+        if not min_version:
+            return None
+        return EngineError(
+            Reason.INVALID_REQUEST, f"min_adapter_version is {min_version}, but no adapter is named"
+        )
+    held = book.get(name)
+    if held is None:
+        return EngineError(Reason.UNKNOWN_ADAPTER, f"no adapter {name!r}: {book.names()}")
+    if book.is_stale(held):
+        return EngineError(
+            Reason.ADAPTER_STALE,
+            f"adapter {name!r} (version {held.version}) was pushed over weight version {held.base_version}, "
+            f"and other weights are live now; push it again",
+        )
+    if held.version < min_version:
+        return EngineError(
+            Reason.VERSION_TOO_OLD,
+            f"version {min_version} of adapter {name!r} or newer was asked for; {held.version} is live",
+        )
+    return None

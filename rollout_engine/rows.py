@@ -15,6 +15,7 @@ from rollout_engine.batch.schedule import (
     ScheduleBatch,
 )
 from rollout_engine.sequence import Sequence
+from weight_updater.adapters import AdapterBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,20 @@ def build_batch(
     limits: Limits,
     weight_version: int,
     commit_sequence: int,
+    adapters: AdapterBook,
 ) -> ScheduleBatch:
-    """One forward pass over sequences and the number of tokens that each brings, prefills first."""
+    """One forward pass over sequences and the number of tokens that each brings, prefills first.
+
+    adapters: each sequence's is taken as it is now.
+    """
     mode = ForwardMode.DECODE
     if prefills:
         mode = ForwardMode.MIXED if decodes else ForwardMode.EXTEND
     batch = ScheduleBatch(mode, weight_version=weight_version, commit_sequence=commit_sequence)
     for row, (sequence, num_tokens) in enumerate(prefills + decodes):
         _add_row(batch, row, sequence, num_tokens, limits)
+    rows = [adapters.get(sequence.adapter) for sequence, _ in prefills + decodes]
+    batch.adapters = rows if any(rows) else []
     return batch
 
 

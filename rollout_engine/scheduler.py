@@ -13,24 +13,27 @@ the next batch may be made up while one is in flight. `process` takes the result
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from rollout_engine.batch.schedule import ScheduleBatch, StepResult
 from rollout_engine.kv.pages import PageAccountingError, PagePool
-from rollout_engine.kv.prefix import Node, PrefixCache
+from rollout_engine.kv.prefix import Node, PrefixCache, RootKey
 from rollout_engine.records import WorkCounts
 from rollout_engine.rows import Limits, build_batch, stop_ids
 from rollout_engine.sequence import Sequence
-
-BASE_ADAPTER = 0
-"""Adapter version of the base model, part of a prefix-cache key."""
+from weight_updater.adapters import BASE_NUMBER, AdapterBook
 
 
 class Scheduler:
-    """Owns the queues and the pages; the engine's loop is its only caller."""
+    """Owns the queues and the pages; the engine's loop is its only caller.
 
-    def __init__(self, limits: Limits) -> None:
+    Args:
+        adapters: those that sequences may choose; None: there are none.
+    """
+
+    def __init__(self, limits: Limits, adapters: AdapterBook | None = None) -> None:
         self.limits = limits
+        self.adapters = adapters or AdapterBook()
         self.pool = PagePool(limits.num_pages, limits.page_size)
         self.prefix = PrefixCache(self.pool)
         self.waiting: list[Sequence] = []  # sorted by order
@@ -47,6 +50,10 @@ class Scheduler:
     def started(self) -> list[Sequence]:
         """In flight: running, or preempted with tokens sampled already."""
         return self.running + [sequence for sequence in self.waiting if sequence.output_ids]
+
+    def started_with(self, adapter: str) -> list[Sequence]:
+        """Those in flight that go through an adapter; ""  means all that are in flight."""
+        return [sequence for sequence in self.started if adapter in ("", sequence.adapter)]
 
     @property
     def live(self) -> list[Sequence]:
@@ -66,12 +73,18 @@ class Scheduler:
     # ------------------------------------------------------------ one step
 
     def schedule(
-        self, weight_version: int, commit_sequence: int, *, only_started: bool = False
+        self,
+        weight_version: int,
+        commit_sequence: int,
+        *,
+        only_started: bool = False,
+        held_back: Collection[str] = (),
     ) -> ScheduleBatch | None:
         """Decide the next forward pass under these weights; None when nothing can run.
 
         Args:
             only_started: admit no sequence that has no token yet (an update waits for the others).
+            held_back: adapters of which the same holds.
         """
         decodes: list[tuple[Sequence, int]] = []
         prefills: list[tuple[Sequence, int]] = []
@@ -81,21 +94,25 @@ class Scheduler:
                 continue  # preempted by one before it
             if sequence.must_wait or (sequence.num_launched and len(sequence) >= self.max_sequence_tokens):
                 continue
-            if sequence.kv_commit != commit_sequence:
-                sequence.kv_commit = -1
+            if sequence.kv_key != self._key(sequence, commit_sequence):
+                sequence.kv_key = None
             if _is_decode(sequence):
                 if self._grow(sequence, 1):
                     decodes.append((sequence, 1))
             elif (num_tokens := self._chunk(sequence, budget)) and self._grow(sequence, num_tokens):
                 prefills.append((sequence, num_tokens))
                 budget -= num_tokens
-        for sequence, num_tokens in self._admit(budget, commit_sequence, only_started):
+        for sequence, num_tokens in self._admit(budget, commit_sequence, only_started, held_back):
             (decodes if _is_decode(sequence) else prefills).append((sequence, num_tokens))
         if prefills and not self.limits.mixed_batches:
             decodes = []
         if not prefills and not decodes:
             return None
-        return build_batch(prefills, decodes, self.limits, weight_version, commit_sequence)
+        return build_batch(prefills, decodes, self.limits, weight_version, commit_sequence, self.adapters)
+
+    def _key(self, sequence: Sequence, commit_sequence: int) -> RootKey:
+        """What the KV that `sequence` computes now belongs to."""
+        return commit_sequence, self.adapters.number(sequence.adapter)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """Prompt tokens that `sequence` may bring to this step; 0 if it has to wait for the next."""
@@ -104,12 +121,14 @@ class Scheduler:
         fits = sequence.num_pending <= budget or budget == self.limits.max_prefill_tokens
         return sequence.num_pending if fits else 0
 
-    def _admit(self, budget: int, commit_sequence: int, only_started: bool) -> Iterator[tuple[Sequence, int]]:
+    def _admit(
+        self, budget: int, commit_sequence: int, only_started: bool, held_back: Collection[str]
+    ) -> Iterator[tuple[Sequence, int]]:
         """Move waiting sequences to running, in order, and yield them with their tokens."""
         for sequence in list(self.waiting):
             if not self._free_rows or budget <= 0:
                 return
-            if only_started and not sequence.output_ids:
+            if not sequence.output_ids and (only_started or sequence.adapter in held_back):
                 continue
             if sequence.num_launched:
                 continue  # preempted, and the last of its passes is still in flight
@@ -138,8 +157,7 @@ class Scheduler:
     def _attach_cached(self, sequence: Sequence, commit_sequence: int) -> None:
         """Give a waiting sequence the pages that hold the start of it already."""
         leader = sequence.leader
-        key = (commit_sequence, BASE_ADAPTER)
-        sequence.kv_commit = commit_sequence
+        key = sequence.kv_key = self._key(sequence, commit_sequence)
         if leader is not None and sequence.wants_prompt_logprobs and not leader.wants_prompt_logprobs:
             sequence.prompt_logprobs = list(leader.prompt_logprobs)
             sequence.spans = list(leader.spans) if sequence.samples_nothing else []
@@ -149,7 +167,7 @@ class Scheduler:
             tokens = sequence.tokens(0, len(sequence))
             sequence.pages, sequence.node = self.prefix.match(key, tokens, len(tokens) - 1)
             sequence.num_node_pages = len(sequence.pages)
-        elif leader is not None and leader.pool_index >= 0 and leader.kv_commit == commit_sequence:
+        elif leader is not None and leader.pool_index >= 0 and leader.kv_key == key:
             num_shared = (len(sequence.prompt_ids) - 1) // self.limits.page_size
             sequence.pages = leader.pages[:num_shared]
             for page in sequence.pages:
@@ -182,9 +200,9 @@ class Scheduler:
         self.work.num_preemptions += 1
         insort(self.waiting, sequence, key=lambda s: s.order)
 
-    def preempt_all(self) -> int:
-        """Preempt every running sequence; returns how many."""
-        running = list(self.running)
+    def preempt_all(self, adapter: str = "") -> int:
+        """Preempt every running sequence (of an adapter); returns how many."""
+        running = [sequence for sequence in self.running if adapter in ("", sequence.adapter)]
         for sequence in running:
             self.preempt(sequence)
         return len(running)
@@ -199,16 +217,18 @@ class Scheduler:
                 sequence.num_launched -= 1
         for scored, logprobs in zip(batch.prompt_logprobs, result.prompt_logprobs, strict=True):
             if (sequence := self._live.get(batch.sequence_ids[scored.row])) is not None:
-                self._take_prompt_logprobs(sequence, logprobs, batch, told)
+                self._take_prompt_logprobs(sequence, logprobs, scored.row, batch, told)
         for i, sample in enumerate(batch.samples):
             sequence = self._live.get(batch.sequence_ids[sample.row])
             if sequence is not None:
                 sequence.num_unknown -= 1
                 self._take_sample(sequence, i, batch, result)
                 told[sequence.id] = sequence
-        for sequence_id in batch.sequence_ids:
+        for row, sequence_id in enumerate(batch.sequence_ids):
             if (sequence := self._live.get(sequence_id)) is not None:
-                self._cache_pages(sequence, batch.commit_sequence)
+                adapter = batch.adapter(row)
+                number = BASE_NUMBER if adapter is None else adapter.number
+                self._cache_pages(sequence, (batch.commit_sequence, number))
                 done = not sequence.num_pending and not sequence.num_launched
                 if sequence.samples_nothing and done and not sequence.finish_reason:
                     sequence.finish_reason = "length"
@@ -219,10 +239,16 @@ class Scheduler:
         return list(told.values())
 
     def _take_prompt_logprobs(
-        self, sequence: Sequence, logprobs: list[float], batch: ScheduleBatch, told: dict[int, Sequence]
+        self,
+        sequence: Sequence,
+        logprobs: list[float],
+        row: int,
+        batch: ScheduleBatch,
+        told: dict[int, Sequence],
     ) -> None:
         if sequence.samples_nothing:
-            sequence.label(len(sequence.prompt_logprobs), batch.weight_version, batch.commit_sequence)
+            start = len(sequence.prompt_logprobs)
+            sequence.label(start, batch.weight_version, batch.commit_sequence, batch.adapter(row))
         sequence.prompt_logprobs.extend(logprobs)
         if any(value != value for value in logprobs):
             _fail_nonfinite(sequence)
@@ -235,7 +261,8 @@ class Scheduler:
             _fail_nonfinite(sequence)
             return
         token_id = result.token_ids[i]
-        sequence.label(len(sequence.output_ids), batch.weight_version, batch.commit_sequence)
+        adapter = batch.adapter(batch.samples[i].row)
+        sequence.label(len(sequence.output_ids), batch.weight_version, batch.commit_sequence, adapter)
         sequence.output_ids.append(token_id)
         sequence.logprobs.append(result.logprobs[i])
         if sequence.params.top_logprobs:
@@ -250,10 +277,12 @@ class Scheduler:
         ):
             sequence.finish_reason = "length"
 
-    def _cache_pages(self, sequence: Sequence, commit_sequence: int) -> None:
-        """Put the pages that are full now into the prefix cache, if all were computed under one commit."""
+    def _cache_pages(self, sequence: Sequence, key: RootKey) -> None:
+        """Put the pages that are full now into the prefix cache, if all were computed under one commit, and
+        through one adapter.
+        """
         size = self.limits.page_size
-        while sequence.kv_commit == commit_sequence and sequence.node is not None:
+        while sequence.kv_key == key and sequence.node is not None:
             start = sequence.num_node_pages * size
             if start + size > min(sequence.num_computed, len(sequence) - sequence.num_unknown):
                 return
@@ -286,8 +315,9 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def on_commit(self, commit_sequence: int) -> None:
-        """Weights changed: pages of other commits can never match again, so let them go."""
-        self.prefix.retire(keep=(commit_sequence, BASE_ADAPTER))
+        """Weights or adapters changed: pages of others can never match again, so let them go."""
+        numbers = [BASE_NUMBER, *(adapter.number for adapter in self.adapters.held.values())]
+        self.prefix.retire(keep={(commit_sequence, number) for number in numbers})
 
     def flush(self) -> int:
         """Drop the whole prefix cache; returns the number of pages."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollout_engine.kv.prefix import Node
+from rollout_engine.kv.prefix import Node, RootKey
 from rollout_engine.messages import SequenceOutput, Span
 from rollout_engine.records import SequenceRecord
 from rollout_engine.sampling import SamplingParams
+from weight_updater.adapters import HeldAdapter
 
 UNKNOWN_TOKEN = -1
 """Stands for a token that a pass in flight samples."""
@@ -26,8 +27,8 @@ class Sequence:
     """One completion of a request.
 
     leader is the group's first sequence: the others wait until it has computed the prompt, then share
-    its pages. kv_commit is the commit sequence under which all its KV was computed, or -1 once it is
-    mixed (inflight=keep): then none of its pages enter the prefix cache any more.
+    its pages. kv_key says under which weights and adapter all its KV was computed; None once it is mixed
+    (inflight=keep): then none of its pages enter the prefix cache any more.
     """
 
     id: int
@@ -41,6 +42,8 @@ class Sequence:
     arrival: int = 0
     deadline: float = 0.0  # time.monotonic; 0 means none
     min_version: int = 0  # no older weights may sample it
+    adapter: str = ""  # "": the base weights alone
+    min_adapter_version: int = 0
     stream: bool = True
     wants_hidden: bool = False
     leader: Sequence | None = None
@@ -63,7 +66,7 @@ class Sequence:
     num_first_cached: int = -1  # prompt tokens cached at first admission, for the reply
     num_preemptions: int = 0
     num_pages_written: int = 0  # of `pages`, already written to req_to_token_pool
-    kv_commit: int = -1
+    kv_key: RootKey | None = None
     node: Node | None = None  # of the last page that is in the prefix cache
     num_node_pages: int = 0  # pages on the path to `node`
     num_emitted: int = 0  # output tokens already sent
@@ -117,11 +120,14 @@ class Sequence:
             or (self.num_unknown > 0 and self.params.has_penalties)
         )
 
-    def label(self, start: int, weight_version: int, commit_sequence: int) -> None:
-        """Tokens from `start` on were sampled by these weights."""
-        last = self.spans[-1] if self.spans else None
-        if last is None or (last.weight_version, last.commit_sequence) != (weight_version, commit_sequence):
-            self.spans.append(Span(start, weight_version, commit_sequence))
+    def label(
+        self, start: int, weight_version: int, commit_sequence: int, adapter: HeldAdapter | None
+    ) -> None:
+        """Tokens from `start` on were sampled by these weights, through this adapter."""
+        name, version = ("", 0) if adapter is None else (adapter.name, adapter.version)
+        span = Span(start, weight_version, commit_sequence, name, version)
+        if not self.spans or self.spans[-1].label != span.label:
+            self.spans.append(span)
 
     def take_output(self, weight_version: int) -> SequenceOutput:
         """Everything since the previous output, and mark it as sent."""
@@ -162,4 +168,4 @@ class Sequence:
         if start >= len(self.output_ids):
             return later
         covering = [span for span in self.spans if span.start <= start][-1]
-        return [Span(start, covering.weight_version, covering.commit_sequence), *later]
+        return [Span(start, *covering.label), *later]

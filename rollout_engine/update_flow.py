@@ -13,7 +13,6 @@ the one receiver that the slots are lent to while the loop is parked).
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -22,6 +21,7 @@ from rollout_engine.flows import Flow, OffLoop, Until
 from rollout_engine.gate import Gate, Settled
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
+from rollout_engine.settling import Settler
 from rollout_engine.update_records import UpdateRecords
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
@@ -49,7 +49,8 @@ class UpdateFlow:
 
     Args:
         finish: ends a live sequence with a finish reason and tells its caller.
-        end_too_old: ends the live requests whose min_version is above the version given.
+        end_too_old: ends the live requests that the weights which are live now may not answer: their
+            min_version is above the version given, or their adapter was pushed over others.
         copy_bytes_per_second: of one plain copy on this device, measured at start (the floor).
         records: is told of each update that opens, and how it ends.
     """
@@ -70,6 +71,7 @@ class UpdateFlow:
         self._gate = gate
         self._uploads = uploads
         self._finish = finish
+        self._settler = Settler(gate, scheduler, finish)
         self._end_too_old = end_too_old
         self._copy_bytes_per_second = copy_bytes_per_second
         self._records = records
@@ -129,7 +131,7 @@ class UpdateFlow:
     def rollback(self, command: messages.Rollback) -> Flow:
         """Bring the previous version back."""
         self._updater.check_rollback()  # before a sequence is disturbed
-        self._refuse_endless_wait(command.inflight)
+        self._settler.refuse_endless_wait(command.inflight, "")
         began_at = self._records.now()
         settled = yield from self._settle(command.inflight)
         self._updater.check_rollback()  # an update that began meanwhile may hold the device
@@ -161,6 +163,9 @@ class UpdateFlow:
     def _begin(self, request: BeginUpdate) -> Flow:
         began_at = self._records.now()
         try:
+            if request.adapter is not None:
+                asked = request
+                request = yield OffLoop(lambda: self._updater.adapters.complete(asked))
             if _is_known_by_name(request):
                 manifest = self._updater.resolve(request)
             else:
@@ -172,6 +177,8 @@ class UpdateFlow:
             raise
         self._records.opened(reply, began_at)
         opened = self._updater.open
+        if opened is not None and opened.adapter is not None:
+            yield from self._check_base(opened)
         if not self._gate.parked_by_update:  # else a repeated call: what was settled stays counted
             self._settled = Settled()
         if opened is not None and opened.adopt and not self._gate.parked_by_update:
@@ -185,6 +192,17 @@ class UpdateFlow:
             self._require_open(reply.update_id)
         return reply
 
+    def _check_base(self, update: OpenUpdate) -> Flow:
+        """Refuse an adapter that was trained on other base weights; hashing those may take a while."""
+        self._num_working += 1
+        try:
+            yield OffLoop(lambda: self._updater.adapters.check_base(update))
+        except UpdateError as error:
+            self._end_failed(update.update_id, error)
+            raise
+        finally:
+            self._num_working -= 1
+
     def _receive(self, call_id: int, request: messages.FromAny, *, alone: bool = False) -> Flow:
         """Bring bytes in. alone: nothing else will come for the update; the worker that has brought them in
         verifies them too, and nothing is told.
@@ -193,7 +211,7 @@ class UpdateFlow:
             return done
         opened = self._updater.open
         if opened is not None and opened.writes_live and not self._gate.parked_by_update:
-            self._refuse_endless_wait(opened.request.inflight)
+            self._settler.refuse_endless_wait(opened.request.inflight, "")
         chunks = self._uploads.chunks(call_id) if self._uploads.is_open(call_id) else None
         receive = self._updater.receiver(request, chunks)
         update_id = receive.update.update_id
@@ -268,13 +286,14 @@ class UpdateFlow:
         began_at = self._records.now()
         yield from self._verify(update_id)
         opened = self._require_open(update_id)
+        adapter = "" if opened.adapter is None else opened.adapter.name
         settled = self._settled
         parked_before = self._gate.parked_by_update
         self._num_working += 1
         try:
             if not parked_before:
-                self._refuse_endless_wait(opened.request.inflight)
-                settled = yield from self._settle(opened.request.inflight, update_id)
+                self._settler.refuse_endless_wait(opened.request.inflight, adapter)
+                settled = yield from self._settle(opened.request.inflight, update_id, adapter)
                 self._require_open(update_id)
                 yield from self._gate.park()
                 self._require_open(update_id)
@@ -286,34 +305,16 @@ class UpdateFlow:
         finally:
             self._num_working -= 1
         self._scheduler.on_commit(self._updater.commit_sequence)
+        self._end_too_old(self._updater.version)  # sequences of adapters that other weights are under now
         return self._complete(reply, settled, began_at)
 
-    def _settle(self, inflight: Inflight, update_id: str = "") -> Flow:
-        """Bring the sequences in flight to where a commit may come, and count them.
-
-        An update that ends meanwhile ends the wait; the caller looks.
-        """
-        settled = Settled()
-        if inflight is Inflight.WAIT:
-            started = time.monotonic()
-            self._gate.num_draining += 1
-            try:
-                yield Until(
-                    lambda: not self._scheduler.started or bool(update_id and not self._is_open(update_id))
-                )
-            finally:
-                self._gate.num_draining -= 1
-            settled.wait_seconds = time.monotonic() - started
-        elif inflight is Inflight.ABORT:
-            for sequence in self._scheduler.started:
-                self._finish(sequence, "abort", "")
-                settled.num_aborted += 1
-        elif inflight is Inflight.RECOMPUTE:
-            settled.num_recomputed = len(self._scheduler.started)
-            self._scheduler.preempt_all()
-        else:
-            settled.num_kept = len(self._scheduler.started)
-        return settled
+    def _settle(self, inflight: Inflight, update_id: str = "", adapter: str = "") -> Flow:
+        """Bring the sequences in flight that an update concerns to where its commit may come."""
+        return (
+            yield from self._settler.settle(
+                inflight, adapter, lambda: bool(update_id and not self._is_open(update_id))
+            )
+        )
 
     def _complete(self, reply: UpdateReply, settled: Settled, began_at: float) -> UpdateReply:
         """Fill in what only the engine knows."""
@@ -371,14 +372,6 @@ class UpdateFlow:
         opened = self._updater.open
         assert opened is not None
         return opened
-
-    def _refuse_endless_wait(self, inflight: Inflight) -> None:
-        if inflight is Inflight.WAIT and self._gate.paused_by_user and self._scheduler.started:
-            raise UpdateRefused(
-                Reason.PAUSED_WAIT,
-                "inflight=wait would never end on a paused engine; continue generation, or use abort, keep "
-                "or recompute",
-            )
 
 
 def _is_known_by_name(request: BeginUpdate) -> bool:

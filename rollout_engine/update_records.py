@@ -56,6 +56,7 @@ class UpdateRecords:
                 seconds={"whole": took, "begin": took},
                 reason=str(error.reason),
                 message=error.message,
+                adapter=_adapter(request),
             )
         )
 
@@ -77,6 +78,8 @@ class UpdateRecords:
                 ended_at=time.time(),
                 seconds=seconds,
                 next_version=reply.version,
+                adapter=reply.adapter,
+                adapter_version=reply.adapter_version,
                 num_tensors=reply.num_tensors,
                 num_changed=reply.num_changed,
                 num_bytes=reply.num_bytes,
@@ -103,8 +106,9 @@ class UpdateRecords:
                 seconds=self._since_begin(update.update_id) | _nonzero(spent),
                 reason=str(error.reason),
                 message=error.message,
-                next_version=update.next_version,
+                next_version=update.next_version if update.adapter is None else 0,
                 num_bytes=update.sink.received_bytes,
+                adapter=_adapter(update.request),
             )
         )
 
@@ -112,6 +116,10 @@ class UpdateRecords:
         known, began_at, took = self._opened
         # An update whose lease ran out inside its own begin was never told to be open.
         return {"whole": self._clock() - began_at, "begin": took} if known == update_id else {}
+
+
+def _adapter(request: BeginUpdate) -> str:
+    return "" if request.adapter is None else request.adapter.name
 
 
 def _nonzero(seconds: StageSeconds) -> dict[str, float]:

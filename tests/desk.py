@@ -86,16 +86,24 @@ class Running:
     def logprobs(self, index: int = 0) -> list[float]:
         return [value for part in self.parts[index] for value in part.logprobs]
 
-    def labels(self, index: int = 0) -> list[int]:
-        """The weight version of each token."""
-        found: list[int] = []
+    def spans(self, index: int = 0) -> list[m.Span]:
+        """The span of each token."""
+        found: list[m.Span] = []
         for part in self.parts[index]:
             if not part.token_ids:
                 continue  # the end of an aborted one
             ends = [*(span.start for span in part.spans[1:]), len(found) + len(part.token_ids)]
             for span, end in zip(part.spans, ends, strict=True):
-                found += [span.weight_version] * (end - len(found))
+                found += [span] * (end - len(found))
         return found
+
+    def labels(self, index: int = 0) -> list[int]:
+        """The weight version of each token."""
+        return [span.weight_version for span in self.spans(index)]
+
+    def adapter_labels(self, index: int = 0) -> list[tuple[str, int]]:
+        """The adapter of each token, and its version."""
+        return [(span.adapter, span.adapter_version) for span in self.spans(index)]
 
     def finish(self, index: int = 0) -> str:
         return self.parts[index][-1].finish_reason
@@ -209,14 +217,30 @@ class Desk:
     # ------------------------------------------------------------ requests
 
     def submit(
-        self, prompt: list[int], *, request_id: str = "", min_version: int = 0, **params: Any
+        self,
+        prompt: list[int],
+        *,
+        request_id: str = "",
+        min_version: int = 0,
+        adapter: str = "",
+        min_adapter_version: int = 0,
+        **params: Any,
     ) -> Running:
         """Start a request; greedy unless told otherwise."""
         values = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "seed": 0} | params
         sampling = SamplingParams(**values)
         name = request_id or f"r{next(self._request_ids)}"
         running = self._requests[name] = Running(name, sampling.n)
-        self._channel.send(m.SubmitRequest(name, prompt, sampling, min_version=min_version))  # type: ignore[arg-type]
+        self._channel.send(
+            m.SubmitRequest(  # type: ignore[arg-type]
+                name,
+                prompt,
+                sampling,
+                min_version=min_version,
+                adapter=adapter,
+                min_adapter_version=min_adapter_version,
+            )
+        )
         return running
 
     def generate(self, prompt: list[int], max_tokens: int = 8, **params: Any) -> Running:

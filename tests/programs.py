@@ -11,16 +11,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_program(document: str, directory: Path, *, num_ranks: int = 0, **environment: str) -> str:
-    """Run the first Python program of docs/`document`; gives what it printed.
+def run_program(
+    document: str, directory: Path, *, number: int = 0, num_ranks: int = 0, **environment: str
+) -> str:
+    """Run a Python program of docs/`document`; gives what it printed.
 
     Args:
+        number: of the program in the document, from 0.
         num_ranks: run that many of it under torchrun; 0 runs it alone.
     """
-    found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / document).read_text(), re.DOTALL)
-    assert found is not None, f"{document} holds no program"
+    found = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / document).read_text(), re.DOTALL)
+    assert len(found) > number, f"{document} holds {len(found)} programs"
     file = directory / "program.py"
-    file.write_text(found[1])
+    file.write_text(found[number])
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, *(launch if num_ranks else []), str(file)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

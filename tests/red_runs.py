@@ -89,7 +89,10 @@ class Watch:
         report = yield
         error = call.excinfo.typename if call.excinfo is not None else ""
         text = report.longreprtext if report.failed else ""
-        self._write(nodeid=item.nodeid, when=call.when, outcome=report.outcome, error=error, text=text)
+        self._write(
+            nodeid=item.nodeid, when=call.when, outcome=report.outcome, error=error, text=text,
+            seconds=round(report.duration, 2),
+        )  # fmt: skip
         if report.failed and call.when == "call":
             self._failed.add(self._wanted(item.nodeid))
             if self._stop and self._failed >= set(self._tests):

@@ -19,6 +19,7 @@ _HOMES = {
     "Request": "rollout_calls",
     "ModuleSource": "sources",
     "PeftSource": "peft_source",
+    "AdapterSource": "adapter_source",
     "ShardedSource": "sharding.source",
     "RankFailed": "sharding.ranks",
     "push_sharded": "sharding.push",

@@ -15,6 +15,7 @@ import torch
 
 from trainers_adapters.chunk_wire import Chunk
 from trainers_adapters.send_tensor import CHUNK_BYTES
+from trainers_adapters.sending import byte_view
 from weight_updater.checksum import checksums
 from weight_updater.requests import CudaIpcRegion, RegionPlacement, ShmSegment, align
 from weight_updater.shm import SharedSegment
@@ -145,7 +146,7 @@ class Bucket:
     def chunks(self) -> Iterator[Chunk]:
         """Its tensors' bytes, in pieces that a message can hold."""
         for place in self.placed:
-            data = memoryview(place.view.view(-1).view(torch.uint8).numpy())
+            data = byte_view(place.view)
             for start in range(0, len(data), CHUNK_BYTES):
                 yield place.index, start, data[start : start + CHUNK_BYTES]
 

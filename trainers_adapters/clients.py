@@ -171,6 +171,7 @@ class WeightsClient(Client):
     commit = unary(weights_calls.commit)
     abort = unary(weights_calls.abort)
     rollback = unary(weights_calls.rollback)
+    remove_adapter = unary(weights_calls.remove_adapter)
     renew = unary(weights_calls.renew)
     release = unary(weights_calls.release)
     init_group = unary(weights_calls.init_group)

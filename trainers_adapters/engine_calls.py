@@ -15,7 +15,7 @@ from trainers_adapters.calls import (
     enum_words,
     number_of,
 )
-from trainers_adapters.results import EngineInfo, EngineState, Resumed, UpdateSummary
+from trainers_adapters.results import AdapterState, EngineInfo, EngineState, Resumed, UpdateSummary
 
 PAUSE_MODES = enum_words(pb.PauseMode, "PAUSE_MODE_", "")[0]
 MEMORY_TAGS, MEMORY_TAG_WORDS = enum_words(pb.MemoryTag, "MEMORY_TAG_", "")
@@ -78,7 +78,8 @@ def _parse_state(message: pb.EngineState) -> EngineState:
     return EngineState(
         status=SERVING_STATUSES[message.status],
         released_tags=[MEMORY_TAG_WORDS[tag] for tag in message.released_tags],
-        **_same_fields(message, EngineState, {"status", "released_tags"}),
+        adapters=tuple(AdapterState(**_same_fields(held, AdapterState, set())) for held in message.adapters),
+        **_same_fields(message, EngineState, {"status", "released_tags", "adapters"}),
     )
 
 

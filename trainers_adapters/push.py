@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
+from trainers_adapters.adapter_source import AdapterSource
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import PushError, RollsyncError
 from trainers_adapters.resident import resident_bytes
@@ -99,6 +100,9 @@ def push_weights(
 ) -> PushReport:
     """Push all weights of `source` and make them live as `version` on every engine.
 
+    An AdapterSource brings an adapter, and leaves the base weights alone; `version` is the adapter's then,
+    `inflight` is about the sequences that use it, and it waits in memory of its own.
+
     Args:
         version: larger than any that the engines ever committed; 0 means the next one.
         path: disk, distributed, tensor or ipc; the sender is made for this push alone.
@@ -135,6 +139,7 @@ def push_weights(
         skip_checksums=not verify,
         lease_s=lease_s,
         num_engines=len(engines),
+        adapter=source.spec(engines[0].layout()) if isinstance(source, AdapterSource) else None,
     )
     try:
         return _Push(source, engines, sender, update, timeout_s).run()
@@ -207,12 +212,12 @@ class _Push:
                     self._incomplete(self._update.version, {}, {client.address: error})
                 time.sleep(0.2)
         if reply is not None:
-            self._check(client.address, reply, self._update.version or reply.version)
+            self._check(client.address, reply, self._update.version or reply.brought_version)
         return reply
 
     def _report(self, replies: dict[str, UpdateReply], staged: float, sent: float) -> PushReport:
         now = time.monotonic()
-        (version,) = {reply.version for reply in replies.values()}
+        (version,) = {reply.brought_version for reply in replies.values()}
         return PushReport(
             version=version,
             path=str(self._sender.path),
@@ -363,12 +368,13 @@ class _Push:
     def _check(self, where: str, reply: UpdateReply, next_version: int) -> None:
         """An engine that says it committed must say what."""
         wrong = ""
-        if reply.state != UpdateState.COMMITTED or reply.version != next_version:
-            wrong = f"answered {reply.state} at version {reply.version}, not committed at {next_version}"
+        version = reply.brought_version
+        if reply.state != UpdateState.COMMITTED or version != next_version:
+            wrong = f"answered {reply.state} at version {version}, not committed at {next_version}"
         elif reply.num_tensors == 0:
-            wrong = f"says that version {reply.version} is live although it applied no tensor"
+            wrong = f"says that version {version} is live although it applied no tensor"
         elif not self._update.skip_checksums and not reply.verified:
-            wrong = f"committed version {reply.version} without comparing checksums"
+            wrong = f"committed version {version} without comparing checksums"
         if wrong:
             raise PushError("INTERNAL", "NOT_APPLIED", f"{where} {wrong}; do not trust its samples")
 

@@ -17,16 +17,26 @@ class VersionSpan:
     start: int
     weight_version: int
     commit_sequence: int
+    adapter: str = ""  # that sampled over those weights; "": none
+    adapter_version: int = 0
+
+    @property
+    def label(self) -> tuple[int, int, str, int]:
+        """What sampled; spans that follow each other differ in it."""
+        return self.weight_version, self.commit_sequence, self.adapter, self.adapter_version
+
+
+def spans_of_tokens(spans: tuple[VersionSpan, ...], num_tokens: int) -> list[VersionSpan]:
+    """The span of each of the `num_tokens` tokens from the first span's start on."""
+    if not spans:
+        return []
+    ends = [*(span.start for span in spans[1:]), spans[0].start + num_tokens]
+    return [span for span, end in zip(spans, ends, strict=True) for _ in range(span.start, end)]
 
 
 def versions_of_tokens(spans: tuple[VersionSpan, ...], num_tokens: int) -> list[int]:
     """The weight version of each of the `num_tokens` tokens from the first span's start on."""
-    if not spans:
-        return []
-    ends = [*(span.start for span in spans[1:]), spans[0].start + num_tokens]
-    return [
-        span.weight_version for span, end in zip(spans, ends, strict=True) for _ in range(span.start, end)
-    ]
+    return [span.weight_version for span in spans_of_tokens(spans, num_tokens)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,11 @@ class Completion:
         """For each of token_ids, the weight version that sampled it."""
         return versions_of_tokens(self.spans, len(self.token_ids))
 
+    @property
+    def adapter_versions(self) -> list[int]:
+        """For each of token_ids, the version of the adapter that sampled it; 0 where none did."""
+        return [span.adapter_version for span in spans_of_tokens(self.spans, len(self.token_ids))]
+
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
@@ -91,6 +106,30 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterState:
+    """An adapter that an engine holds.
+
+    stale: other base weights are live than those it was pushed over, so no request may use it until it is
+        pushed again. num_sequences: that use it now, running or waiting.
+    """
+
+    name: str
+    version: int
+    rank: int
+    base_weight_version: int
+    stale: bool
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedAdapter:
+    """version: that was held. num_aborted: sequences that ended."""
+
+    version: int
+    num_aborted: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineState:
     """A snapshot. status: unknown, serving, not_serving or paused."""
 
@@ -113,6 +152,7 @@ class EngineState:
     released_tags: list[str]
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    adapters: tuple[AdapterState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +172,8 @@ class UpdateSummary:
     num_bytes: int
     seconds: dict[str, float]
     ended_at: float
+    adapter: str = ""
+    adapter_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +201,9 @@ class EngineInfo:
     forward_counts: dict[str, int]
     state: EngineState
     recent_updates: tuple[UpdateSummary, ...] = ()
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
+    adapter_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

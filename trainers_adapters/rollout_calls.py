@@ -64,12 +64,16 @@ class Sampling(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of a batch (text or token ids) with sampling of its own, over the batch's."""
+    """A prompt of a batch (text or token ids) with sampling of its own, over the batch's.
+
+    adapter: of this prompt; None: the batch's; "": none.
+    """
 
     prompt: str | Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     request_id: str = ""
     priority: int = 0
+    adapter: str | None = None
 
 
 def sampling_message(sampling: Sampling) -> pb.SamplingParams:
@@ -98,6 +102,8 @@ def _generate_request(
     priority: int = 0,
     deadline_s: float = 0.0,
     min_version: int = 0,
+    adapter: str = "",
+    min_adapter_version: int = 0,
     return_text: bool = False,
     return_hidden_states: bool = False,
 ) -> pb.GenerateRequest:
@@ -107,6 +113,8 @@ def _generate_request(
         priority=priority,
         deadline_ms=round(deadline_s * 1000),
         min_version=min_version,
+        adapter=adapter,
+        min_adapter_version=min_adapter_version,
         return_text=return_text,
         return_hidden_states=return_hidden_states,
     )
@@ -139,7 +147,10 @@ def parse_completion(message: pb.GenerateResponse) -> Completion:
 
 
 def _spans(messages: Iterable[pb.VersionSpan]) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(m.start, m.weight_version, m.commit_sequence) for m in messages)
+    return tuple(
+        VersionSpan(m.start, m.weight_version, m.commit_sequence, m.adapter, m.adapter_version)
+        for m in messages
+    )
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
@@ -147,11 +158,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
     spans: list[VersionSpan] = []
     for part in parts:
         for span in part.spans:
-            last = spans[-1] if spans else None
-            if (last and (last.weight_version, last.commit_sequence)) != (
-                span.weight_version,
-                span.commit_sequence,
-            ):
+            if not spans or spans[-1].label != span.label:
                 spans.append(span)
     first, last_part = parts[0], parts[-1]
     return Completion(
@@ -184,6 +191,8 @@ def generate_stream(
     priority: int = 0,
     deadline_s: float = 0.0,
     min_version: int = 0,
+    adapter: str = "",
+    min_adapter_version: int = 0,
     return_text: bool = False,
     return_hidden_states: bool = False,
     timeout_s: float = WORK_TIMEOUT_S,
@@ -193,6 +202,7 @@ def generate_stream(
 
     deadline_s: the engine ends the request after so many seconds and returns what it has; 0: none.
     min_version: refuse while the engine serves an older weight version.
+    adapter: that samples, over the base weights; min_adapter_version: refuse while it is older.
     """
     request = _generate_request(
         prompt,
@@ -201,6 +211,8 @@ def generate_stream(
         priority=priority,
         deadline_s=deadline_s,
         min_version=min_version,
+        adapter=adapter,
+        min_adapter_version=min_adapter_version,
         return_text=return_text,
         return_hidden_states=return_hidden_states,
     )
@@ -214,6 +226,8 @@ def generate(
     priority: int = 0,
     deadline_s: float = 0.0,
     min_version: int = 0,
+    adapter: str = "",
+    min_adapter_version: int = 0,
     return_text: bool = False,
     return_hidden_states: bool = False,
     timeout_s: float = WORK_TIMEOUT_S,
@@ -226,6 +240,8 @@ def generate(
         priority=priority,
         deadline_s=deadline_s,
         min_version=min_version,
+        adapter=adapter,
+        min_adapter_version=min_adapter_version,
         return_text=return_text,
         return_hidden_states=return_hidden_states,
         timeout_s=timeout_s,
@@ -247,6 +263,8 @@ def generate(
 def _batch_request(
     prompts: Sequence[str | Sequence[int] | Request],
     min_version: int,
+    adapter: str,
+    min_adapter_version: int,
     return_text: bool,
     sampling: Sampling,
 ) -> pb.GenerateBatchRequest:
@@ -259,6 +277,8 @@ def _batch_request(
                 request_id=request.request_id,
                 priority=request.priority,
                 min_version=min_version,
+                adapter=adapter if request.adapter is None else request.adapter,
+                min_adapter_version=0 if request.adapter == "" else min_adapter_version,
                 return_text=return_text,
             )
             for request in requests
@@ -278,20 +298,23 @@ def generate_batch_stream(
     prompts: Sequence[str | Sequence[int] | Request],
     *,
     min_version: int = 0,
+    adapter: str = "",
+    min_adapter_version: int = 0,
     return_text: bool = False,
     timeout_s: float = WORK_TIMEOUT_S,
     **sampling: Unpack[Sampling],
 ) -> Stream[BatchItem]:
     """Each completion of many prompts, whole, as it finishes; a refused prompt comes as an error item."""
-    return Stream(
-        "GenerateBatch", _batch_request(prompts, min_version, return_text, sampling), _parse_item, timeout_s
-    )
+    request = _batch_request(prompts, min_version, adapter, min_adapter_version, return_text, sampling)
+    return Stream("GenerateBatch", request, _parse_item, timeout_s)
 
 
 def generate_batch(
     prompts: Sequence[str | Sequence[int] | Request],
     *,
     min_version: int = 0,
+    adapter: str = "",
+    min_adapter_version: int = 0,
     return_text: bool = False,
     timeout_s: float = WORK_TIMEOUT_S,
     **sampling: Unpack[Sampling],
@@ -301,7 +324,7 @@ def generate_batch(
     Raises:
         RollsyncError: of the first prompt that was refused, naming its position.
     """
-    request = _batch_request(prompts, min_version, return_text, sampling)
+    request = _batch_request(prompts, min_version, adapter, min_adapter_version, return_text, sampling)
 
     def gather() -> tuple[Callable[[Any], None], Callable[[], list[list[Completion]]]]:
         done: list[list[Completion]] = [[] for _ in prompts]
@@ -327,6 +350,8 @@ def score(
     *,
     temperature: float = 1.0,
     min_version: int = 0,
+    adapter: str = "",
+    min_adapter_version: int = 0,
     timeout_s: float = WORK_TIMEOUT_S,
 ) -> Unary[list[Score]]:
     """Log-probabilities of given token ids, each from its second token on; nothing is sampled."""
@@ -334,6 +359,8 @@ def score(
         sequences=[pb.TokenIds(ids=ids) for ids in sequences],
         temperature=temperature,
         min_version=min_version,
+        adapter=adapter,
+        min_adapter_version=min_adapter_version,
     )
 
     def parse(response: pb.ScoreResponse) -> list[Score]:

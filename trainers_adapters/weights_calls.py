@@ -19,8 +19,9 @@ from trainers_adapters.calls import (
     number_of,
 )
 from trainers_adapters.chunk_wire import Chunk, stream_messages
-from trainers_adapters.results import Checksums, LiveWeight
+from trainers_adapters.results import Checksums, LiveWeight, RemovedAdapter
 from weight_updater.requests import (
+    AdapterSpec,
     BeginReply,
     BeginUpdate,
     CudaIpcRegion,
@@ -61,6 +62,16 @@ def manifest_message(manifest: Manifest) -> pb.Manifest:
     )
 
 
+def adapter_message(spec: AdapterSpec) -> pb.AdapterSpec:
+    return pb.AdapterSpec(
+        name=spec.name,
+        rank=spec.rank,
+        scaling=spec.scaling,
+        modules=[pb.AdapterModule(name=m.name, rank=m.rank, scaling=m.scaling) for m in spec.modules],
+        base_checksum=spec.base_checksum,
+    )
+
+
 def begin_message(request: BeginUpdate) -> pb.BeginUpdateRequest:
     message = pb.BeginUpdateRequest(
         update_id=request.update_id,
@@ -81,6 +92,7 @@ def begin_message(request: BeginUpdate) -> pb.BeginUpdateRequest:
         directory=request.directory,
         checksums=request.checksums,
         num_streams=request.num_streams,
+        adapter=None if request.adapter is None else adapter_message(request.adapter),
     )
     if request.manifest is not None:
         message.manifest.CopyFrom(manifest_message(request.manifest))
@@ -130,6 +142,9 @@ def parse_update(message: pb.UpdateWeightsResponse) -> UpdateReply:
         graphs_reason=message.graphs.reason,
         warnings=tuple(message.warnings),
         extra_bytes=message.extra_bytes,
+        adapter=message.adapter,
+        adapter_version=message.adapter_version,
+        previous_adapter_version=message.previous_adapter_version,
     )
 
 
@@ -277,6 +292,19 @@ def rollback(*, inflight: str = "wait", timeout_s: float = WORK_TIMEOUT_S) -> Un
         inflight=number_of(inflight, INFLIGHTS, "inflight")  # type: ignore[arg-type]
     )
     return Unary("RollbackUpdate", request, parse_update, timeout_s)
+
+
+def remove_adapter(
+    name: str, *, abort: bool = False, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Unary[RemovedAdapter]:
+    """Let go of an adapter; abort ends the requests that use it, which else refuse the removal (BUSY)."""
+    request = pb.RemoveAdapterRequest(name=name, abort=abort)
+    return Unary(
+        "RemoveAdapter",
+        request,
+        lambda r: RemovedAdapter(r.adapter_version, r.num_aborted),
+        timeout_s,
+    )
 
 
 def renew(update_id: str, *, lease_s: float = 0.0, timeout_s: float = DEFAULT_TIMEOUT_S) -> Unary[float]:

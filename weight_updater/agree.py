@@ -60,6 +60,28 @@ def check_fields(request: BeginUpdate, *, paused: bool) -> None:
         )
 
 
+def check_adapter(request: BeginUpdate) -> None:
+    """Refuse what an update of an adapter cannot be asked for.
+
+    Raises:
+        UpdateRefused (INVALID_UPDATE).
+    """
+    wrong = {
+        "adopt": request.adopt,
+        "partial": request.partial,
+        "merged": request.merged,
+        "keep_previous": request.keep_previous,
+        "allow_nonfinite": request.allow_nonfinite,
+        "staging=none": request.staging is Staging.NONE,
+    }
+    if asked := [name for name, given in wrong.items() if given]:
+        raise UpdateRefused(
+            Reason.INVALID_UPDATE,
+            f"an adapter is pushed whole, waits in memory of its own, and replaces the one of its name; "
+            f"leave {asked[0]} out",
+        )
+
+
 def next_version(asked: int, highest: int) -> int:
     """The version that a commit would bring; 0 asks for the next one.
 

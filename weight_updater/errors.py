@@ -35,6 +35,8 @@ class Reason(StrEnum):
     GROUP_EXISTS = "GROUP_EXISTS"  # a group of that name is already there
     NO_STAGING = "NO_STAGING"  # the staging asked for was not reserved, or does not fit the update
     NO_PREVIOUS = "NO_PREVIOUS"  # rollback without a kept version
+    BASE_MISMATCH = "BASE_MISMATCH"  # an adapter was trained on other base weights than those that are live
+    NO_ADAPTER_SLOT = "NO_ADAPTER_SLOT"  # as many adapters are held as the engine was started for
     NO_MEMORY = "NO_MEMORY"  # would need more memory than is there
     WOULD_MOVE = "WOULD_MOVE"  # recapture=never and an address would move
     PAUSED_WAIT = "PAUSED_WAIT"  # inflight=wait on a paused engine would never end

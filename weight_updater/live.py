@@ -17,6 +17,9 @@ from weight_updater.requests import Path, Recapture, Staging, UpdateReply
 from weight_updater.slot_scan import slot_checksums
 from weight_updater.staging import Copy, CopyBorrowed, Exchange, InPlace, Rebind, StagingBuffers, Write
 
+OWNER_CHECK_S = 0.2
+"""How often the owner of an adopted arena is looked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Previous:
@@ -55,6 +58,7 @@ class LiveWeights:
         self.adopted: from_ipc.Mapping | None = None
         self.previous: Previous | None = None
         self.known: dict[str, int] = {}  # slot -> checksum of what is live, as far as it is known
+        self._owner_checked = 0.0
         self._target = target
         self._buffers = buffers
         self._graphs = graphs
@@ -101,7 +105,7 @@ class LiveWeights:
             version=self.version,
             previous_version=previous_version,
             commit_sequence=self.commit_sequence,
-            live=self._live_checksum(),
+            live=self.checksum(),
         )
         self.previous = None
         if update.request.keep_previous and was_whole:  # half a model is not worth going back to
@@ -157,8 +161,15 @@ class LiveWeights:
             version=self.version,
             previous_version=rolled_back_from,
             commit_sequence=self.commit_sequence,
-            live=self._live_checksum() if previous.checksums else 0,
+            live=self.checksum() if previous.checksums else 0,
         )
+
+    def has_lost_owner(self, now: float) -> bool:
+        """Whether the trainer that owns an adopted arena died; asked now and then (now: time.monotonic)."""
+        if self.adopted is None or self.torn_reason or now - self._owner_checked < OWNER_CHECK_S:
+            return False
+        self._owner_checked = now
+        return not self.adopted.owner_alive()
 
     def tear(self, reason: str) -> None:
         """Nothing may be generated until a full update commits."""
@@ -186,7 +197,7 @@ class LiveWeights:
         self.highest = max(self.highest, version)
         self.commit_sequence += 1
 
-    def _live_checksum(self) -> int:
+    def checksum(self) -> int:
         """One checksum over all slots, in the order of their names; 0 if one of them is not known."""
         names = self._target.arena.names_in_order
         return fold([self.known[name] for name in names]) if len(self.known) == len(names) else 0

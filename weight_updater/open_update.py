@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 
 from weight_updater import from_ipc
+from weight_updater.adapter_bank import Fitted
+from weight_updater.adapters import HeldAdapter
 from weight_updater.arena import WeightTarget
 from weight_updater.cast import same_bytes
 from weight_updater.errors import Reason, UpdateRefused
@@ -76,6 +78,20 @@ class Transfer:
                 self._done.add(work)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenAdapter:
+    """What an update of an adapter will write. previous: what is held under its name, if anything."""
+
+    name: str
+    fitted: Fitted
+    previous: HeldAdapter | None
+
+    @property
+    def previous_version(self) -> int:
+        """0: nothing is held under this name."""
+        return 0 if self.previous is None else self.previous.version
+
+
 @dataclass(slots=True, eq=False)
 class OpenUpdate:
     """An update between begin and its end.
@@ -83,6 +99,7 @@ class OpenUpdate:
     home: uint8 arena that the slots will point to, if they leave an adopted one at this commit.
     in_adopted: the trainer writes into the live arena from begin on.
     expected: slot -> checksum that it has after the commit; empty with skip_checksums.
+    adapter: it brings this one, and leaves the base weights alone.
     """
 
     request: BeginUpdate
@@ -96,6 +113,7 @@ class OpenUpdate:
     deadline: float  # of the lease, time.monotonic()
     home: torch.Tensor | None
     in_adopted: bool
+    adapter: OpenAdapter | None = None
     state: UpdateState = UpdateState.BEGUN
     num_receiving: int = 0
     receives_streams: bool = False  # what is on its way comes in chunk streams
@@ -179,6 +197,18 @@ class OpenUpdate:
             text = f"update {self.update_id} is receiving {MAX_STREAMS} streams already, which is the most"
             raise UpdateRefused(Reason.WRONG_STATE, text)
         self.receives_streams = is_stream
+
+    @contextmanager
+    def verification(self) -> Iterator[None]:
+        """The block finds everything that can still refuse the update, or raises it."""
+        start = time.perf_counter()
+        self.verifying = True
+        try:
+            yield
+            self.verified = True
+        finally:
+            self.verifying = False
+            self.verify_s += time.perf_counter() - start
 
     def touch(self, lease_s: float = 0.0) -> None:
         """A call came: the lease starts anew."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 
 import torch
 
-from weight_updater import agree
+from weight_updater import agree, replies
 from weight_updater.arena import WeightTarget
-from weight_updater.buckets import bucket_size
 from weight_updater.device_sink import make_sink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
@@ -17,7 +15,7 @@ from weight_updater.live import LiveWeights
 from weight_updater.manifests import Manifests, digest_of
 from weight_updater.open_update import OpenUpdate
 from weight_updater.plan import Plan, Planner
-from weight_updater.requests import BeginReply, BeginUpdate, Manifest, Path, Staging
+from weight_updater.requests import BeginUpdate, Manifest, Path, Staging
 from weight_updater.sink import Sink
 from weight_updater.staging import StagingBuffers, allocate
 
@@ -80,6 +78,7 @@ class Opener:
             self._graphs.check_recapture()
         home = self._new_home() if leaves_adopted else None
         lease_s = request.lease_s or self._lease_s
+        self._manifests.remember(plan.manifest, digest)
         return OpenUpdate(
             request=request,
             plan=plan,
@@ -87,7 +86,9 @@ class Opener:
             next_version=version,
             sink=self._sink(request, plan, staging, home),
             buffers=self._buffers,
-            reply=self._reply(request, plan, digest, staging, version, lease_s),
+            reply=replies.begun(
+                request, plan, digest, staging, version, lease_s, self._live, self._target.arena
+            ),
             lease_s=lease_s,
             deadline=time.monotonic() + lease_s,
             home=home,
@@ -114,31 +115,4 @@ class Opener:
             destination,
             hashing=not request.skip_checksums,
             find_nonfinite=not request.allow_nonfinite,
-        )
-
-    def _reply(
-        self,
-        request: BeginUpdate,
-        plan: Plan,
-        digest: str,
-        staging: Staging,
-        version: int,
-        lease_s: float,
-    ) -> BeginReply:
-        bucket_bytes = bucket_size(request.bucket_bytes)  # refuses impossible sizes on any path
-        distributed = request.path is Path.DISTRIBUTED
-        self._manifests.remember(plan.manifest, digest)
-        return BeginReply(
-            update_id=request.update_id or secrets.token_hex(8),
-            version=self._live.version,
-            commit_sequence=self._live.commit_sequence,
-            next_version=version,
-            manifest_digest=digest,
-            staging=staging,
-            total_bytes=plan.total_bytes,
-            num_buckets=-(-plan.packed_bytes // bucket_bytes) if distributed else 0,
-            bucket_bytes=bucket_bytes if distributed else 0,
-            unmatched=plan.unmatched,
-            arena_bytes=self._target.arena.nbytes,
-            lease_s=lease_s,
         )

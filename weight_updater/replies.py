@@ -2,10 +2,61 @@
 
 from __future__ import annotations
 
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from weight_updater.arena import Arena
+from weight_updater.buckets import bucket_size
 from weight_updater.checksum import fold
 from weight_updater.commit import Done
 from weight_updater.open_update import OpenUpdate
-from weight_updater.requests import Path, StageSeconds, UpdateReply, UpdateState
+from weight_updater.plan import Plan
+from weight_updater.requests import (
+    BeginReply,
+    BeginUpdate,
+    Path,
+    StageSeconds,
+    Staging,
+    UpdateReply,
+    UpdateState,
+)
+
+if TYPE_CHECKING:
+    from weight_updater.live import LiveWeights
+
+
+def begun(
+    request: BeginUpdate,
+    plan: Plan,
+    digest: str,
+    staging: Staging,
+    next_version: int,
+    lease_s: float,
+    live: LiveWeights,
+    arena: Arena,
+) -> BeginReply:
+    """What was agreed.
+
+    Raises:
+        UpdateRefused (INVALID_UPDATE): an impossible size of buckets, on any path.
+    """
+    bucket_bytes = bucket_size(request.bucket_bytes)
+    distributed = request.path is Path.DISTRIBUTED
+    return BeginReply(
+        update_id=request.update_id or secrets.token_hex(8),
+        version=live.version,
+        commit_sequence=live.commit_sequence,
+        next_version=next_version,
+        manifest_digest=digest,
+        staging=staging,
+        total_bytes=plan.total_bytes,
+        num_buckets=-(-plan.packed_bytes // bucket_bytes) if distributed else 0,
+        bucket_bytes=bucket_bytes if distributed else 0,
+        unmatched=plan.unmatched,
+        arena_bytes=arena.nbytes,
+        lease_s=lease_s,
+    )
 
 
 def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateReply:
@@ -13,7 +64,7 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
     sink, plan = update.sink, update.plan
     num_needed, num_applied = sink.num_waiting()
     hashed = not update.request.skip_checksums and not num_needed
-    return UpdateReply(
+    reply = UpdateReply(
         update_id=update.update_id,
         state=update.state,
         version=version,
@@ -32,6 +83,8 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
         warnings=_warnings(update),
         extra_bytes=update.extra_bytes,
     )
+    held = 0 if update.adapter is None else update.adapter.previous_version
+    return _of_adapter(reply, update, held)
 
 
 def committed(
@@ -49,7 +102,7 @@ def committed(
     """
     sink, plan = update.sink, update.plan
     hashed = not update.request.skip_checksums
-    return UpdateReply(
+    reply = UpdateReply(
         update_id=update.update_id,
         state=UpdateState.COMMITTED,
         version=version,
@@ -71,6 +124,19 @@ def committed(
         graphs_reason=done.graphs_reason,
         warnings=_warnings(update),
         extra_bytes=update.extra_bytes,
+    )
+    return _of_adapter(reply, update, update.next_version)
+
+
+def _of_adapter(reply: UpdateReply, update: OpenUpdate, version: int) -> UpdateReply:
+    """The reply with the adapter that the update is of, if it is of one, and its version that is live."""
+    if update.adapter is None:
+        return reply
+    return replace(
+        reply,
+        adapter=update.adapter.name,
+        adapter_version=version,
+        previous_adapter_version=update.adapter.previous_version,
     )
 
 
@@ -121,6 +187,16 @@ def _gb_per_s(nbytes: int, seconds: float) -> float:
 
 
 def _warnings(update: OpenUpdate) -> tuple[str, ...]:
+    spec = update.request.adapter
+    unproven = (
+        (f"nothing says which base weights adapter {spec.name} was trained on, so they were not compared",)
+        if spec is not None and spec.base_checksum is None
+        else ()
+    )
+    return unproven + _about_checksums(update)
+
+
+def _about_checksums(update: OpenUpdate) -> tuple[str, ...]:
     if update.request.skip_checksums or update.has_checksums:
         return ()
     source = "the files carry" if update.path is Path.DISK else "the manifest carries"

@@ -70,10 +70,35 @@ class UpdateState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterModule:
+    """What is different for one module of an adapter. name: of the linear layer, as in the base model."""
+
+    name: str
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """A LoRA adapter: y = W x + scaling * B (A x) for each of its modules; A is [rank, in], B [out, rank].
+
+    rank, scaling: of every module but `modules`. Rank 0 (disk only): adapter_config.json says them.
+    base_checksum: of the base weights it was trained on (UpdateReply.live_checksum); None: not compared.
+    """
+
+    name: str
+    rank: int = 0
+    scaling: float = 0.0
+    modules: tuple[AdapterModule, ...] = ()
+    base_checksum: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BeginUpdate:
     """Open an update. Either `manifest`, `manifest_digest`, or (disk only) `directory` must be given.
 
     version: becomes live at commit; 0 means one more than the largest ever committed.
+    adapter: the update brings this adapter; version is then the adapter's.
     num_streams: of chunks that the sender would open at once at ports named for them; 0: names none.
     lease_s: seconds without a call after which the update ends; 0 means the engine's default.
     """
@@ -98,6 +123,7 @@ class BeginUpdate:
     num_engines: int = 1
     directory: str = ""
     num_streams: int = 0
+    adapter: AdapterSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +133,7 @@ class BeginReply:
     update_id: str
     version: int  # live now
     commit_sequence: int
-    next_version: int  # live after the commit
+    next_version: int  # live after the commit; the adapter's, in an update of one
     manifest_digest: str
     staging: Staging
     total_bytes: int
@@ -248,6 +274,7 @@ class UpdateReply:
 
     received_checksum: over what arrived; live_checksum: over all slots. Both in the order of the slots'
         names, tied ones once, so that they are equal after a full update that cast nothing. 0: not hashed.
+    adapter: that the update is of; counts and checksums are then the adapter's, `version` stays the base's.
     """
 
     update_id: str
@@ -275,6 +302,14 @@ class UpdateReply:
     graphs_reason: str = ""
     warnings: tuple[str, ...] = ()
     extra_bytes: int = 0
+    adapter: str = ""
+    adapter_version: int = 0  # live; 0: none is
+    previous_adapter_version: int = 0
+
+    @property
+    def brought_version(self) -> int:
+        """The version that a committed update made live: of the adapter, if it is of one."""
+        return self.adapter_version if self.adapter else self.version
 
 
 @dataclass(frozen=True, slots=True)

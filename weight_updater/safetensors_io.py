@@ -44,6 +44,8 @@ from weight_updater.safetensors_header import (
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+"""As PEFT saves an adapter; read where a directory holds nothing else."""
 
 _MAX_INDEX_BYTES = 1 << 28
 _WRITE_BYTES = 16 << 20  # copied at a time from a device or a strided tensor
@@ -125,16 +127,17 @@ def open_checkpoint(directory: str, roots: Sequence[str] = (), headers: Headers 
     headers = headers or Headers()
     headers.start()
     try:
-        if os.path.lexists(os.path.join(base, SINGLE)):
-            return _open_single(checkpoint, allowed, headers)
+        present = [name for name in (SINGLE, INDEX, ADAPTER) if os.path.lexists(os.path.join(base, name))]
+        if present and present[0] != INDEX:
+            return _open_single(checkpoint, present[0], allowed, headers)
         return _open_sharded(checkpoint, allowed, headers)
     except BaseException:
         checkpoint.close()
         raise
 
 
-def _open_single(checkpoint: Checkpoint, allowed: Sequence[str], headers: Headers) -> Checkpoint:
-    path = _confined(checkpoint.directory, SINGLE, allowed)
+def _open_single(checkpoint: Checkpoint, file: str, allowed: Sequence[str], headers: Headers) -> Checkpoint:
+    path = _confined(checkpoint.directory, file, allowed)
     stored = _read_file(checkpoint, path, headers)
     return replace(checkpoint, manifest=stored.manifest, stored=(stored,))
 

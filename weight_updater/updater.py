@@ -7,10 +7,11 @@ requests in flight: the loop decides when no forward pass runs and then calls `c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from weight_updater import replies
+from weight_updater.adapter_bank import AdapterBank
+from weight_updater.adapter_updates import AdapterUpdates
 from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
 from weight_updater.from_ipc import Mappings
@@ -34,9 +35,6 @@ from weight_updater.requests import (
 )
 from weight_updater.staging import StagingBuffers
 
-OWNER_CHECK_S = 0.2
-"""How often the owner of an adopted arena is looked for."""
-
 
 class WeightUpdater:
     """Swaps the weights of one live model.
@@ -49,10 +47,12 @@ class WeightUpdater:
         initial_version: weight version of what is live now.
         graphs: whoever captured CUDA graphs over the weights.
         preloaded: a trainer's arena that `target` lives on from the start.
+        adapters: memory of adapters beside the base weights; None: none can be held.
 
     Attributes:
         open: the update that is open, if one is.
         buffers: where updates wait; its memory can be released with that of the weights.
+        adapters: what is about adapters alone.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class WeightUpdater:
         initial_version: int = 0,
         graphs: GraphHooks | None = None,
         preloaded: PreloadedWeights | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
         self.open: OpenUpdate | None = None
         self._target = target
@@ -76,8 +77,8 @@ class WeightUpdater:
         self._live = LiveWeights(target, self.buffers, hooks, initial_version)
         self._live.adopted = None if preloaded is None else preloaded.mapping
         self._opener = Opener(target, self._live, self.buffers, self._manifests, hooks, lease_s)
+        self.adapters = AdapterUpdates(adapters, self._live, self.buffers, self._manifests, lease_s)
         self._history = History()
-        self._owner_checked = 0.0
         self.on_ended: Callable[[OpenUpdate, UpdateError], None] = lambda *_: None  # LOOP; without a commit
 
     @property
@@ -142,7 +143,8 @@ class WeightUpdater:
             )
         if self._history.committed(request.update_id) is not None:
             raise self._history.not_open(request.update_id)
-        self.open = self._opener.open(request, manifest, paused=paused)
+        opener = self._opener if request.adapter is None else self.adapters
+        self.open = opener.open(request, manifest, paused=paused)
         self._history.begins_again(self.open.update_id)
         return self.open.reply
 
@@ -160,7 +162,8 @@ class WeightUpdater:
         if update.state is UpdateState.RECEIVED and request in update.finished:
             return Receive(update, request, lambda: skip(chunks))  # a repeated call, its bytes are here
         work = self._receivers.work(update, request, chunks)
-        if self._live.previous is not None and self._live.previous.staging is update.staging:
+        previous = self._live.previous
+        if previous is not None and previous.staging is update.staging and update.adapter is None:
             self._live.previous = None  # its bytes are about to be overwritten
         if update.writes_live and not update.in_adopted and not update.request.skip_checksums:
             work = after(update, self._live.know, work)  # while the slots still hold the old weights
@@ -214,17 +217,14 @@ class WeightUpdater:
             self._verify(receive.update)
 
     def _verify(self, update: OpenUpdate) -> None:
-        start = time.perf_counter()
-        update.verifying = True
-        try:
+        with update.verification():
             check_received(update)
+            if update.adapter is not None:
+                self.adapters.expect(update)
+                return
             if not update.request.skip_checksums and not update.writes_live:
                 self._live.know()
             expect(update, self._target, self._live.known)
-            update.verified = True
-        finally:
-            update.verifying = False
-            update.verify_s += time.perf_counter() - start
 
     def verified(self, update_id: str) -> bool:
         """LOOP. Whether `verify` found nothing that refuses the update."""
@@ -265,10 +265,11 @@ class WeightUpdater:
         try:
             if update.adoption is not None and not update.adoption.owner_alive():
                 raise UpdateRefused(Reason.PEER_LOST, "the trainer that owns the arena to adopt is gone")
-            reply = self._live.commit(update)
+            reply = (self._live if update.adapter is None else self.adapters).commit(update)
         except UpdateError as error:
             raise self._end(error) from error
         self.open = None
+        self.adapters.base_changed()
         self._unpin()
         self._history.add_committed(update_id, reply)
         return reply
@@ -301,10 +302,12 @@ class WeightUpdater:
         """
         self.check_rollback()
         try:
-            return self._live.rollback()
+            reply = self._live.rollback()
         except WeightsTorn as error:
             self._live.tear(error.message)
             raise
+        self.adapters.base_changed()
+        return reply
 
     def tick(self, now: float) -> None:
         """LOOP. End an update whose lease ran out; notice the death of an adopted arena's owner.
@@ -312,14 +315,11 @@ class WeightUpdater:
         Args:
             now: time.monotonic().
         """
-        adopted = self._live.adopted
-        if adopted is not None and now - self._owner_checked >= OWNER_CHECK_S and not self.torn_reason:
-            self._owner_checked = now
-            if not adopted.owner_alive():
-                reason = "the trainer that owns the adopted arena is gone"
-                if self.open is not None and self.open.in_adopted:
-                    self._end(UpdateRefused(Reason.PEER_LOST, reason))
-                self._live.tear(reason)
+        if self._live.has_lost_owner(now):
+            reason = "the trainer that owns the adopted arena is gone"
+            if self.open is not None and self.open.in_adopted:
+                self._end(UpdateRefused(Reason.PEER_LOST, reason))
+            self._live.tear(reason)
         self._receivers.tick(now)
         update = self.open
         if update is None or update.receiving or update.verifying or now < update.deadline:

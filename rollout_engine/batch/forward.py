@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from rollout_engine.batch.adapters import AdapterRows, rows_of, token_slots
 from rollout_engine.batch.packing import Packer
 from rollout_engine.batch.random_draw import uniforms
 from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, SampleRow, ScheduleBatch
@@ -31,6 +32,7 @@ class Pools(Protocol):
     last_tokens: torch.Tensor  # [max_running_requests] int64, sampled last for each row of the pool
     token_to_kv_pool: Any  # runner.kv_pool.KVPool
     attn_backend: Any  # attention.base.AttentionBackend
+    num_adapter_slots: int  # 0: no adapter can be held
 
 
 @dataclass(slots=True)
@@ -130,6 +132,7 @@ class ForwardBatch:
     return_hidden_states_before_norm: bool = False
     attn_plan: Any = None  # what AttentionBackend.plan left for run
     q_out: torch.Tensor | None = None  # [T, N, H], where layers put their queries, if not in new memory
+    adapters: AdapterRows | None = None  # None: no row has one
 
     @classmethod
     def init_new(
@@ -140,8 +143,9 @@ class ForwardBatch:
         Consumes and resets the batch's one-shot overrides. Synchronises nothing.
 
         Args:
-            inputs: [3, T] int64 for input ids, positions and token slots, T at least the batch's tokens:
-                they are written there, and what is left over is padding. None makes them as long as needed.
+            inputs: [3, T] int64 for input ids, positions and token slots (with a fourth row, for the
+                adapters' slots too), T at least the batch's tokens: they are written there, and what is left
+                over is padding. None makes them as long as needed.
         """
         seq_lens = batch.seq_lens if batch.seq_lens_cpu_cache is None else batch.seq_lens_cpu_cache
         capture, before_norm = batch.capture_hidden_mode, batch.return_hidden_states_before_norm
@@ -164,8 +168,11 @@ class ForwardBatch:
             rows, lengths, last, sampled, ids, positions, slots = runner.packer.put([*arrays, *tokens])
         else:
             rows, lengths, last, sampled = runner.packer.put(arrays)
+            if len(inputs) > len(tokens):
+                chosen = token_slots(batch.adapters or [None] * batch.batch_size, batch.extend_lens)
+                tokens = np.concatenate((tokens, chosen[None]))
             runner.packer.fill(inputs, _padded(tokens, inputs.shape[1], runner.token_to_kv_pool.padding_slot))
-            ids, positions, slots = inputs
+            ids, positions, slots = inputs[:3]
         _fill_unknown(batch, ids, pool_indices, ends, runner)
         return cls(
             forward_mode=batch.forward_mode,
@@ -188,6 +195,9 @@ class ForwardBatch:
             sampled_pool_indices=sampled,
             capture_hidden_mode=capture,
             return_hidden_states_before_norm=before_norm,
+            adapters=rows_of(batch.adapters, batch.extend_lens, runner.packer, runner.num_adapter_slots)
+            if inputs is None
+            else None,
         )
 
     @property
@@ -197,8 +207,10 @@ class ForwardBatch:
 
 
 def _padded(tokens: np.ndarray, size: int, padding_slot: int) -> np.ndarray:
-    """[3, T] -> [3, size]: padding is token 0 at position 0, written to the padding slot."""
-    padded = np.zeros((3, size), dtype=np.int64)
+    """[3 or 4, T] -> [.., size]: padding is token 0 at position 0, written to the padding slot, with no
+    adapter.
+    """
+    padded = np.zeros((len(tokens), size), dtype=np.int64)
     padded[2] = padding_slot
     padded[:, : tokens.shape[1]] = tokens
     return padded

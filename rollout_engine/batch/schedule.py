@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from rollout_engine.sampling import SamplingParams
+from weight_updater.adapters import HeldAdapter
 
 
 class ForwardMode(Enum):
@@ -101,6 +102,7 @@ class ScheduleBatch:
     slot_writes: list[tuple[int, int, list[int]]] = field(default_factory=list)
     samples: list[SampleRow] = field(default_factory=list)  # rows whose last position is sampled
     prompt_logprobs: list[PromptLogprobRow] = field(default_factory=list)
+    adapters: list[HeldAdapter | None] = field(default_factory=list)  # [B], or empty: no row has one
     weight_version: int = 0  # stamped at launch
     commit_sequence: int = 0  # stamped at launch
 
@@ -108,6 +110,10 @@ class ScheduleBatch:
     seq_lens_cpu_cache: list[int] | None = None
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     return_hidden_states_before_norm: bool = False
+
+    def adapter(self, row: int) -> HeldAdapter | None:
+        """What the row goes through; None: the base weights alone."""
+        return self.adapters[row] if self.adapters else None
 
     @property
     def batch_size(self) -> int:

@@ -37,6 +37,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Fixes the draws.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the completion; repeatable.")] = None,
     min_version: Annotated[int, typer.Option(help="Refuse older weights.")] = 0,
+    adapter: Annotated[str, typer.Option(help="LoRA adapter that samples; none: the base weights.")] = "",
+    min_adapter_version: Annotated[int, typer.Option(help="Refuse an older version of it.")] = 0,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     tls_ca: CaOption = None,
@@ -55,6 +57,8 @@ def generate(
         "seed": seed,
         "stop": stop or [],
         "min_version": min_version,
+        "adapter": adapter,
+        "min_adapter_version": min_adapter_version,
         "return_text": isinstance(wanted, str),
     }
     with reported(as_json), rollout_client(address, token, tls_ca, tls_cert, tls_key) as client:
@@ -81,16 +85,20 @@ def read_prompt(prompt: str | None, ids: str | None) -> str | list[int]:
 
 
 def _stream(client: RolloutClient, prompt: str | list[int], options: dict[str, Any]) -> None:
-    num_tokens, versions, finish = 0, set[int](), ""
+    num_tokens, versions, adapters, finish = 0, set[int](), set[str](), ""
     for part in client.generate_stream(prompt, **options):
         shown = part.text if isinstance(prompt, str) else "".join(f"{i} " for i in part.token_ids)
         print(shown, end="", flush=True)
         num_tokens += len(part.token_ids)
         versions.update(part.weight_versions)
+        adapters.update(
+            f", {span.adapter} version {span.adapter_version}" for span in part.spans if span.adapter
+        )
         finish = part.finish_reason
     print()
     labels = ", ".join(map(str, sorted(versions)))
-    say(f"[{num_tokens} tokens, {finish}, weight version {labels or 'none'}]")
+    through = "".join(sorted(adapters))
+    say(f"[{num_tokens} tokens, {finish}, weight version {labels or 'none'}{through}]")
 
 
 def _shown(completion: Completion) -> str:

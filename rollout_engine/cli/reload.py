@@ -33,6 +33,9 @@ def reload(
         str | None,
         typer.Argument(help="Safetensors directory on the engine's host; without it, the last good one."),
     ] = None,
+    adapter: Annotated[
+        str, typer.Option(help="Push the LoRA adapter in DIRECTORY, as PEFT saves it, under this name.")
+    ] = "",
     version: Annotated[int, typer.Option(help="Weight version to commit; 0 means the next one.")] = 0,
     staging: Annotated[str, typer.Option(help="auto, device, host or none.")] = "auto",
     inflight: Annotated[str, typer.Option(help="wait, abort, keep or recompute.")] = "wait",
@@ -47,8 +50,10 @@ def reload(
     as_json: JsonOption = False,
 ) -> None:
     """Swap a running engine's weights from a safetensors directory; the engine serves on meanwhile."""
-    from weight_updater.requests import BeginUpdate, Inflight, Path, Staging
+    from weight_updater.requests import AdapterSpec, BeginUpdate, Inflight, Path, Staging
 
+    if adapter and not directory:
+        raise typer.BadParameter("--adapter needs a DIRECTORY")
     where = (address, token, tls_ca, tls_cert, tls_key)
     try:
         options: dict[str, Any] = {"staging": Staging(staging), "inflight": Inflight(inflight)}
@@ -63,6 +68,7 @@ def reload(
             partial=partial,
             keep_previous=keep_previous,
             directory=target,
+            adapter=AdapterSpec(adapter) if adapter else None,
             **options,
         )
         with ThreadPoolExecutor(1) as pool:
@@ -117,8 +123,13 @@ def as_plain(reply: UpdateReply, directory: str) -> dict[str, Any]:
 def sentence(reply: UpdateReply, directory: str) -> str:
     """What happened, for people."""
     seconds = reply.seconds
+    brought = f"weight version {reply.previous_version} -> {reply.version}"
+    if reply.adapter:
+        brought = (
+            f"adapter {reply.adapter} version {reply.previous_adapter_version} -> {reply.adapter_version}"
+        )
     lines = [
-        f"weight version {reply.previous_version} -> {reply.version} from {directory}",
+        f"{brought} from {directory}",
         f"{reply.num_tensors} tensors, {reply.num_bytes / 1e6:.1f} MB, {reply.num_changed} changed, "
         f"{'verified' if reply.verified else 'not verified (no checksums in the files)'}",
         f"transfer {seconds.transfer * 1e3:.0f} ms, verify {seconds.verify * 1e3:.0f} ms, "

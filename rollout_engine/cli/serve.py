@@ -98,6 +98,8 @@ def serve(
     max_prompt_logits_rows: Annotated[
         int | None, _flag("Rows of logits at once for prompt log-probabilities.")
     ] = None,
+    max_adapters: Annotated[int | None, _flag("LoRA adapters held beside the base weights.")] = None,
+    max_adapter_rank: Annotated[int | None, _flag("Largest rank of an adapter.")] = None,
     reserve_device_staging: Annotated[
         bool | None,
         _flag("Keep a second arena on the device.", "--reserve-device-staging/--no-reserve-device-staging"),

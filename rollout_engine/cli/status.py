@@ -70,6 +70,8 @@ def table(info: EngineInfo, state: EngineState) -> Table:
         "generated": f"{state.num_generated_tokens} tokens in {state.num_steps} forward passes",
         "open update": _open_update(state),
     }
+    if info.max_adapters:
+        rows["adapters"] = _adapters(info, state)
     if state.paused_by:
         rows["paused by"] = state.paused_by
     if state.released_tags:
@@ -78,6 +80,15 @@ def table(info: EngineInfo, state: EngineState) -> Table:
     for name, value in rows.items():
         result.add_row(name, value)
     return result
+
+
+def _adapters(info: EngineInfo, state: EngineState) -> str:
+    lines = [
+        f"{held.name}  version {held.version}, rank {held.rank}, over weight version "
+        f"{held.base_weight_version}{', stale' if held.stale else ''}  {held.num_sequences} sequences"
+        for held in state.adapters
+    ]
+    return "\n".join([f"{len(lines)} of {info.max_adapters}, up to rank {info.max_adapter_rank}", *lines])
 
 
 def _open_update(state: EngineState) -> str:

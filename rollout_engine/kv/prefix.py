@@ -1,20 +1,20 @@
 """PrefixCache: pages of finished and running sequences, found again by their tokens.
 
 A tree whose edges are the token ids of one whole page. There is one root for each (commit sequence,
-adapter version), so a page is only ever found by sequences that run under the very weights that computed
+adapter number), so a page is only ever found by sequences that run under the very weights that computed
 it: after a commit old pages stop matching, and no flush can be forgotten.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollout_engine.kv.pages import PagePool
 
 RootKey = tuple[int, int]
-"""(commit sequence, adapter version)."""
+"""(commit sequence, number of the adapter's commit; 0 for the base model)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,14 +105,14 @@ class PrefixCache:
             evicted += 1
         return evicted
 
-    def retire(self, keep: RootKey | None = None) -> int:
-        """Drop all trees but `keep`'s; pages that sequences still use are freed with them.
+    def retire(self, keep: Collection[RootKey] = ()) -> int:
+        """Drop all trees but those of `keep`; pages that sequences still use are freed with them.
 
         Returns:
             The number of pages the cache let go of.
         """
         dropped = 0
-        for key in [key for key in self._roots if key != keep]:
+        for key in [key for key in self._roots if key not in keep]:
             for node in list(_walk(self._roots.pop(key))):
                 dropped += 1
                 del self._nodes[node.page]

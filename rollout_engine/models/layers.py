@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from rollout_engine.attention.base import AttentionBackend
+from rollout_engine.batch.adapters import AdapterRows
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.models.config import ModelConfig, RopeConfig
 from rollout_engine.ops import fused
@@ -99,6 +100,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return F.linear(x, weight, bias)
 
 
+class Adapters(Protocol):
+    """LoRA adapters beside one matrix; see models/lora.py."""
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, rows: AdapterRows) -> torch.Tensor:
+        """Add what they make of x [T, in_features] to out [T, out_features], in place; gives `out`."""
+        ...
+
+
 class FusedLinear(nn.Module):
     """One matrix whose consecutive rows are several Hugging Face linears: one matrix product for all.
 
@@ -112,10 +121,12 @@ class FusedLinear(nn.Module):
         rows = sum(size for _, size in parts)
         self.weight = parameter(rows, in_features)
         self.bias = parameter(rows) if bias else None
+        self.adapters: Adapters | None = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in_features] -> [T, sum of the parts]."""
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
+        """[T, in_features] -> [T, sum of the parts], through the adapters of `rows`."""
+        out = linear(x, self.weight, self.bias)
+        return out if rows is None or self.adapters is None else self.adapters.add(out, x, rows)
 
 
 class Linear(nn.Module):
@@ -125,22 +136,29 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = parameter(out_features, in_features)
         self.bias = parameter(out_features) if bias else None
+        self.adapters: Adapters | None = None
 
-    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, in_features] -> [T, out_features], written to `out` where given (GPU only)."""
-        if out is not None:
-            return fused.linear(x, self.weight, self.bias, out)
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
+        """[T, in_features] -> [T, out_features], through the adapters of `rows`."""
+        out = linear(x, self.weight, self.bias)
+        return out if rows is None or self.adapters is None else self.adapters.add(out, x, rows)
 
 
-class Head(Linear):
-    """The last matrix: no layer follows that would make its rounding larger."""
+class Head(nn.Module):
+    """The last matrix: no layer follows that would make its rounding larger. It has no adapters."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = parameter(out_features, in_features)
+        self.bias = parameter(out_features) if bias else None
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[R, in_features] -> [R, out_features], written to `out` where given (GPU only)."""
+        if out is not None:
+            return fused.linear(x, self.weight, self.bias, out)
         if x.device.type == "cpu" and x.dtype is torch.float32 and ONEDNN is not None:
             return ONEDNN(x, self.weight, self.bias)  # twice as fast as the BLAS
-        return super().forward(x, out)
+        return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -249,7 +267,7 @@ class Attention(nn.Module):
 
     def heads(self, x_TD: torch.Tensor, rope: Rope, batch: ForwardBatch) -> Heads:
         """What attention takes, normalised and rotated; where one kernel does it all, K and V are written."""
-        qkv = self.qkv_proj(x_TD)
+        qkv = self.qkv_proj(x_TD, batch.adapters)
         kernels = fused.kernels_for(qkv) if batch.attn_backend.attends_to_pool else None
         if kernels is not None:
             pool = batch.token_to_kv_pool
@@ -273,9 +291,9 @@ class Attention(nn.Module):
             return backend.attend(self.layer_id, q_TNH, batch, out)
         return backend.run(self.layer_id, q_TNH, k_TKH, v_TKH, batch, out)
 
-    def project(self, attended_TNH: torch.Tensor) -> torch.Tensor:
+    def project(self, attended_TNH: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
         """[T, N, H] -> [T, D]."""
-        out: torch.Tensor = self.o_proj(attended_TNH.reshape(attended_TNH.shape[0], -1))
+        out: torch.Tensor = self.o_proj(attended_TNH.reshape(attended_TNH.shape[0], -1), rows)
         return out
 
     def _norms(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
@@ -294,7 +312,7 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D] -> [T, D]."""
-        out: torch.Tensor = self.down_proj(fused.silu_mul(self.gate_up_proj(x_TD)))
+    def forward(self, x_TD: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
+        """[T, D] -> [T, D], through the adapters of `rows`."""
+        out: torch.Tensor = self.down_proj(fused.silu_mul(self.gate_up_proj(x_TD, rows)), rows)
         return out

@@ -40,7 +40,7 @@ class DecoderLayer(nn.Module):
         A layer's input is residual + delta; the sum is left to the next norm, which does both in one pass.
         """
         heads, residual = self.before_attention(delta, residual, rope, batch)
-        return self.after_attention(self.self_attn.attend(heads, batch), residual)
+        return self.after_attention(self.self_attn.attend(heads, batch), residual, batch)
 
     def before_attention(
         self, delta: torch.Tensor | None, residual: torch.Tensor, rope: Rope, batch: ForwardBatch
@@ -53,11 +53,12 @@ class DecoderLayer(nn.Module):
         return self.self_attn.heads(x_TD, rope, batch), residual
 
     def after_attention(
-        self, attended: torch.Tensor, residual: torch.Tensor
+        self, attended: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, N, H], [T, D] -> what the MLP adds, and the sum before it, [T, D] each."""
-        x_TD, residual = self.post_attention_layernorm.add(self.self_attn.project(attended), residual)
-        return self.mlp(x_TD), residual
+        projected = self.self_attn.project(attended, batch.adapters)
+        x_TD, residual = self.post_attention_layernorm.add(projected, residual)
+        return self.mlp(x_TD, batch.adapters), residual
 
 
 class Decoder(nn.Module):

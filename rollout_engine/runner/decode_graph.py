@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout_engine.batch.adapters import AdapterRows, token_slots
 from rollout_engine.batch.forward import ForwardBatch, SamplingInfo, write_slots
 from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from rollout_engine.kv.capacity import max_decode_logits_rows
@@ -21,6 +22,7 @@ from rollout_engine.ops.fused import kernels_for
 from rollout_engine.runner.graphs import CapturedStorages, Graph, capture_graph, capture_sizes, smallest_fit
 from rollout_engine.runner.pending import PendingStep
 from rollout_engine.runner.sampler import sample
+from weight_updater.adapters import BASE_SLOT
 
 WARM_UP_PASSES = 2
 """Before a capture: kernels are compiled and workspaces taken outside the graph."""
@@ -31,7 +33,10 @@ class Captured:
     """The graph of one batch size and what feeds it."""
 
     graph: Graph
-    inputs: torch.Tensor  # [5, S] int64: input ids, positions, token slots, rows of the pool, KV lengths
+    inputs: torch.Tensor
+    """[5, S] int64: input ids, positions, token slots, rows of the pool, KV lengths. Where adapters can be
+    held there is a sixth row: their slots.
+    """
 
 
 class DecodeCudaGraphRunner:
@@ -52,7 +57,10 @@ class DecodeCudaGraphRunner:
         config = runner.model_config
         # A padded row: any token, at position 0 of a sequence of one token, written to the padding page. What
         # it reads is the first token of the first page of row 0 of the pool: memory that exists.
-        self._padding = np.array([0, 0, runner.token_to_kv_pool.padding_slot, 0, 1], dtype=np.int64)
+        padding = [0, 0, runner.token_to_kv_pool.padding_slot, 0, 1]
+        if runner.num_adapter_slots:
+            padding.append(BASE_SLOT)
+        self._padding = np.array(padding, dtype=np.int64)
         self.logits = torch.zeros((rows, config.vocab_size), dtype=config.dtype, device=runner.device)
 
     # ------------------------------------------------------------ replay
@@ -75,10 +83,12 @@ class DecodeCudaGraphRunner:
         assert size is not None, "can_run was asked"
         captured = self._captured[size]
         write_slots(batch, runner)
-        inputs = np.empty((5, size), dtype=np.int64)
+        inputs = np.empty((len(self._padding), size), dtype=np.int64)
         inputs[0, :num_rows], inputs[1, :num_rows] = batch.input_ids, batch.positions
         inputs[2, :num_rows], inputs[3, :num_rows] = batch.out_cache_loc, batch.req_pool_indices
         inputs[4, :num_rows] = batch.seq_lens
+        if runner.num_adapter_slots:
+            inputs[5, :num_rows] = token_slots(batch.adapters or [None] * num_rows, batch.extend_lens)
         inputs[:, num_rows:] = self._padding[:, None]
         runner.packer.fill(captured.inputs, inputs)
         captured.graph.replay()
@@ -102,13 +112,13 @@ class DecodeCudaGraphRunner:
 
     def _capture(self, size: int, pool: Any) -> Captured:
         runner = self._runner
-        inputs = torch.empty((5, size), dtype=torch.int64, device=runner.device)
+        inputs = torch.empty((len(self._padding), size), dtype=torch.int64, device=runner.device)
         runner.packer.fill(inputs, np.repeat(self._padding[:, None], size, axis=1))
         forward = self._forward_batch(size, inputs)
         runner.attn_backend.plan(forward)
         for _ in range(WARM_UP_PASSES):
-            self._pass(size, forward)
-        return Captured(capture_graph(lambda: self._pass(size, forward), pool), inputs)
+            self._pass(size, forward, inputs)
+        return Captured(capture_graph(lambda: self._pass(size, forward, inputs), pool), inputs)
 
     def _forward_batch(self, size: int, inputs: torch.Tensor) -> ForwardBatch:
         runner = self._runner
@@ -133,9 +143,11 @@ class DecodeCudaGraphRunner:
             sampled_pool_indices=inputs[3],
         )
 
-    def _pass(self, size: int, forward: ForwardBatch) -> None:
+    def _pass(self, size: int, forward: ForwardBatch, inputs: torch.Tensor) -> None:
         """What is captured: from token ids to logits."""
         model = self._runner.model
+        if num_slots := self._runner.num_adapter_slots:
+            forward.adapters = AdapterRows.masked(inputs[5], num_slots)
         kernels = kernels_for(forward.input_ids)
         ids = kernels.resolve_tokens(forward.input_ids, forward.req_pool_indices, self._runner.last_tokens)
         hidden, rope = model.embed(ids, forward.positions)

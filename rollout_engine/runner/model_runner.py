@@ -22,6 +22,7 @@ from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.logs import get_log
 from rollout_engine.models.config import ModelConfig
+from rollout_engine.models.lora import attach_adapters
 from rollout_engine.models.registry import MODELS
 from rollout_engine.models.weights import build_model, fill_random
 from rollout_engine.ops.fused import kernels_for
@@ -33,6 +34,7 @@ from rollout_engine.runner.memory import available_memory, discard_contents, res
 from rollout_engine.runner.pending import PendingStep
 from rollout_engine.runner.prefill_graph import PrefillCudaGraphRunner
 from rollout_engine.runner.warm_up import warm_up
+from weight_updater.adapter_bank import AdapterBank
 from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
 from weight_updater.preloaded import PreloadedWeights
@@ -96,6 +98,8 @@ class ModelRunner:
         self.decode_graph: GraphRunner | None = None
         self.prefill_graph: GraphRunner | None = None
         self.graphs: Graphs | None = None  # those of both
+        self.adapters: AdapterBank | None = None  # where adapters lie, if any can be held
+        self.num_adapter_slots = 0  # that a row can point to, the base model's included
         self.forward_counts = dict.fromkeys(
             ("eager", "decode_graph", "prefill_graph", "split_prefill", "idle"), 0
         )
@@ -120,6 +124,10 @@ class ModelRunner:
         self._enter(Stage.INITIALIZE)
         home = None if preloaded is None else preloaded.home
         self.model, self.target = build_model(self.model_config, self.device, home)
+        if self.config.max_adapters:
+            dtype, rank = self.model_config.dtype, self.config.max_adapter_rank
+            self.adapters = attach_adapters(self.model, self.config.max_adapters, rank, dtype, self.device)
+            self.num_adapter_slots = self.config.max_adapters + 2
         if preloaded is not None:
             return
         if self.config.load_format == "random":
@@ -254,7 +262,17 @@ class ModelRunner:
         per_token = 4 * model.hidden_size + 2 * heads + 3 * model.intermediate_size
         activations = self.max_prefill_tokens * per_token * model.dtype.itemsize
         logits = model.vocab_size * (self.max_running * 4 + self.config.max_prompt_logits_rows * 2) * 4
-        return activations + logits + OTHER_WORKING_BYTES
+        return activations + logits + self._adapter_working_bytes() + OTHER_WORKING_BYTES
+
+    def _adapter_working_bytes(self) -> int:
+        """What a pass takes for its adapters: A's products in all slots for three linears at a time (four of
+        them, one in float32), and one of B's.
+        """
+        model = self.model_config
+        inner = self.num_adapter_slots * self.config.max_adapter_rank
+        widest = max(model.intermediate_size, model.hidden_size, model.num_heads * model.head_dim)
+        per_token = 3 * 5 * inner + widest if self.num_adapter_slots else 0
+        return self.max_prefill_tokens * per_token * model.dtype.itemsize
 
     def available_memory(self) -> int:
         """Bytes free on the device now (of the host for a CPU)."""

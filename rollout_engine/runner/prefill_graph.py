@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from rollout_engine.batch.adapters import AdapterRows
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.batch.schedule import ForwardMode, ScheduleBatch
 from rollout_engine.models.layers import Heads, Rope
@@ -87,7 +88,7 @@ class Captured:
     """The pieces of one number of tokens, and what feeds them."""
 
     pieces: list[Graph]  # L + 1
-    inputs: torch.Tensor  # [3, T] int64: input ids, positions, token slots
+    inputs: torch.Tensor  # [3, T] int64: input ids, positions, token slots; where adapters are, their slots
     crossing: Crossing
     heads: Heads  # of `crossing`, as attention takes them
 
@@ -154,7 +155,8 @@ class PrefillCudaGraphRunner:
 
     def _capture(self, size: int, pool: Any) -> Captured:
         runner = self._runner
-        inputs = torch.empty((3, size), dtype=torch.int64, device=runner.device)
+        num_rows = 4 if runner.num_adapter_slots else 3
+        inputs = torch.empty((num_rows, size), dtype=torch.int64, device=runner.device)
         # A batch without rows: every token is padding.
         forward = ForwardBatch.init_new(ScheduleBatch(ForwardMode.EXTEND), runner, inputs)
         crossing = self._crossing.first(size)
@@ -162,13 +164,15 @@ class PrefillCudaGraphRunner:
         heads: Heads = (crossing.q, None, None)
         graphs = []
         for number in range(len(runner.model.layers) + 1):
-            piece = partial(self._piece, number, forward, crossing)
+            piece = partial(self._piece, number, forward, inputs, crossing)
             # Once uncaptured: kernels are compiled and workspaces taken outside of the graph.
             heads = piece() or heads
             graphs.append(self._capture_graph(piece, pool))
         return Captured(graphs, inputs, crossing, heads)
 
-    def _piece(self, number: int, forward: ForwardBatch, crossing: Crossing) -> Heads | None:
+    def _piece(
+        self, number: int, forward: ForwardBatch, inputs: torch.Tensor, crossing: Crossing
+    ) -> Heads | None:
         """From the attention of layer number - 1, or the input ids, to that of layer `number`, or the end.
 
         Reads the inputs and `crossing`, and writes `crossing`; keys and values go there or to the KV pool.
@@ -179,12 +183,16 @@ class PrefillCudaGraphRunner:
         model = self._runner.model
         layers = model.layers
         delta: Any = None  # of the layer before
+        if num_slots := self._runner.num_adapter_slots:
+            forward.adapters = AdapterRows.masked(inputs[3], num_slots)
         if number == 0:
             residual, rope = model.embed(forward.input_ids, forward.positions)
             crossing.cos.copy_(rope[0])
             crossing.sin.copy_(rope[1])
         else:
-            delta, residual = layers[number - 1].after_attention(crossing.attended, crossing.residual)
+            delta, residual = layers[number - 1].after_attention(
+                crossing.attended, crossing.residual, forward
+            )
         if number < len(layers):
             heads, residual = layers[number].before_attention(delta, residual, crossing.rope, forward)
             return crossing.keep(heads, residual)

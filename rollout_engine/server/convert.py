@@ -91,6 +91,18 @@ def manifest(wire: pb.Manifest) -> r.Manifest:
     return r.Manifest.of(columns, [spec.checksum if spec.HasField("checksum") else None for spec in specs])
 
 
+def adapter_spec(wire: pb.AdapterSpec) -> r.AdapterSpec:
+    if not wire.name:
+        invalid("adapter.name", "is empty; requests choose the adapter by it")
+    return r.AdapterSpec(
+        name=wire.name,
+        rank=wire.rank,
+        scaling=wire.scaling,
+        modules=tuple(r.AdapterModule(m.name, m.rank, m.scaling) for m in wire.modules),
+        base_checksum=wire.base_checksum if wire.HasField("base_checksum") else None,
+    )
+
+
 def begin_update(wire: pb.BeginUpdateRequest) -> r.BeginUpdate:
     """A BeginUpdateRequest; what needs the model to be judged is the engine's to refuse."""
     path = known(PATHS, wire.path, "path")
@@ -124,6 +136,7 @@ def begin_update(wire: pb.BeginUpdateRequest) -> r.BeginUpdate:
         num_engines=wire.num_engines or 1,
         directory=wire.directory,
         num_streams=wire.num_streams,
+        adapter=adapter_spec(wire.adapter) if wire.HasField("adapter") else None,
     )
 
 
@@ -307,6 +320,9 @@ def update_response(reply: r.UpdateReply) -> pb.UpdateWeightsResponse:
         previous_weight_version=reply.previous_version,
         warnings=reply.warnings,
         extra_bytes=reply.extra_bytes,
+        adapter=reply.adapter,
+        adapter_version=reply.adapter_version,
+        previous_adapter_version=reply.previous_adapter_version,
     )
 
 

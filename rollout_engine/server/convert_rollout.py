@@ -85,7 +85,11 @@ def sampling_params(wire: pb.SamplingParams) -> SamplingParams:
 def version_spans(spans: Sequence[m.Span]) -> list[pb.VersionSpan]:
     return [
         pb.VersionSpan(
-            start=span.start, weight_version=span.weight_version, commit_sequence=span.commit_sequence
+            start=span.start,
+            weight_version=span.weight_version,
+            commit_sequence=span.commit_sequence,
+            adapter=span.adapter,
+            adapter_version=span.adapter_version,
         )
         for span in spans
     ]
@@ -149,6 +153,17 @@ def engine_state(snapshot: m.Snapshot) -> pb.EngineState:
         released_tags=[MEMORY_TAG_TO_WIRE[tag] for tag in snapshot.released_tags],
         num_prompt_tokens=snapshot.work.num_prompt_tokens,
         num_cached_tokens=snapshot.work.num_cached_tokens,
+        adapters=[
+            pb.AdapterState(
+                name=held.name,
+                version=held.version,
+                rank=held.rank,
+                base_weight_version=held.base_version,
+                stale=held.stale,
+                num_sequences=held.num_sequences,
+            )
+            for held in snapshot.adapters
+        ],
     )
 
 
@@ -164,6 +179,8 @@ def update_summary(record: UpdateRecord) -> pb.UpdateSummary:
         num_bytes=record.num_bytes,
         seconds=record.seconds,
         ended_at=record.ended_at,
+        adapter=record.adapter,
+        adapter_version=record.adapter_version,
     )
 
 
@@ -199,5 +216,8 @@ def engine_info(
         weights_path=info.weights_path,
         max_running_requests=info.max_running_requests,
         weights_address=info.weights_address,
+        max_adapters=info.max_adapters,
+        max_adapter_rank=info.max_adapter_rank,
+        adapter_bytes=info.adapter_bytes,
         recent_updates=[update_summary(record) for record in recent_updates],
     )

@@ -94,6 +94,8 @@ class Generation:
             min_version=wire.min_version,
             return_hidden_states=wire.return_hidden_states,
             stream=bool(params.stop) or not whole,
+            adapter=wire.adapter,
+            min_adapter_version=wire.min_adapter_version,
         )
 
     @property
@@ -179,7 +181,7 @@ def merge(outputs: Sequence[m.SequenceOutput]) -> m.SequenceOutput:
     spans: list[m.Span] = []
     for output in outputs:
         for span in output.spans:
-            if not spans or _label(spans[-1]) != _label(span):
+            if not spans or spans[-1].label != span.label:
                 spans.append(span)
     first, last = outputs[0], outputs[-1]
     return msgspec.structs.replace(
@@ -193,10 +195,6 @@ def merge(outputs: Sequence[m.SequenceOutput]) -> m.SequenceOutput:
         num_prompt_tokens=first.num_prompt_tokens,
         num_cached_tokens=first.num_cached_tokens,
     )
-
-
-def _label(span: m.Span) -> tuple[int, int]:
-    return span.weight_version, span.commit_sequence
 
 
 def _groups(parts: Sequence[tuple[m.SequenceOutput, str]]) -> list[list[tuple[m.SequenceOutput, str]]]:

@@ -17,6 +17,8 @@ def log_update(record: UpdateRecord) -> None:
         "staging": record.staging,
         "version": record.version,
     }
+    if record.adapter:
+        fields |= {"adapter": record.adapter, "adapter_version": record.adapter_version}
     if record.end in ("committed", "rolled_back"):
         seconds = {f"{stage}_s": round(value, 6) for stage, value in record.seconds.items()}
         log.info(

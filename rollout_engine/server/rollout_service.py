@@ -121,7 +121,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 raise EngineError(error.reason, f"sequences[{index}]: {error.message}") from error
             submits.append(
                 m.SubmitRequest(
-                    f"{call_id}/{index}", ids, complete, min_version=request.min_version, stream=False
+                    f"{call_id}/{index}",
+                    ids,
+                    complete,
+                    min_version=request.min_version,
+                    stream=False,
+                    adapter=request.adapter,
+                    min_adapter_version=request.min_adapter_version,
                 )
             )
         inbox, live, scores = Inbox(), [], dict[str, pb.SequenceScore]()

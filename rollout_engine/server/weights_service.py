@@ -128,6 +128,16 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         inflight = convert.known(convert.INFLIGHTS, request.inflight, "inflight")
         return _update(await self._engine.call(m.Rollback, inflight=inflight))
 
+    async def RemoveAdapter(
+        self, request: pb.RemoveAdapterRequest, context: Context
+    ) -> pb.RemoveAdapterResponse:
+        reply = await self._engine.call(m.RemoveAdapter, name=request.name, abort=request.abort)
+        return pb.RemoveAdapterResponse(
+            adapter_version=reply.result["version"],
+            num_aborted=reply.result["num_aborted"],
+            weight_version=reply.weight_version,
+        )
+
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:
         reply = await self._engine.call(
             m.RenewLease, update_id=_update_id(request.update_id), lease_s=request.lease_ms / 1000

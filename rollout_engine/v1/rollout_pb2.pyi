@@ -120,7 +120,7 @@ class SamplingParams(_message.Message):
     def __init__(self, n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., logprobs: _Optional[_Union[LogprobMode, str]] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: bool = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "token_ids", "text", "sampling", "priority", "deadline_ms", "min_version", "return_text", "return_hidden_states")
+    __slots__ = ("request_id", "token_ids", "text", "sampling", "priority", "deadline_ms", "min_version", "return_text", "return_hidden_states", "adapter", "min_adapter_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,8 @@ class GenerateRequest(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     RETURN_TEXT_FIELD_NUMBER: _ClassVar[int]
     RETURN_HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    MIN_ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: TokenIds
     text: str
@@ -139,17 +141,23 @@ class GenerateRequest(_message.Message):
     min_version: int
     return_text: bool
     return_hidden_states: bool
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., min_version: _Optional[int] = ..., return_text: bool = ..., return_hidden_states: bool = ...) -> None: ...
+    adapter: str
+    min_adapter_version: int
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., min_version: _Optional[int] = ..., return_text: bool = ..., return_hidden_states: bool = ..., adapter: _Optional[str] = ..., min_adapter_version: _Optional[int] = ...) -> None: ...
 
 class VersionSpan(_message.Message):
-    __slots__ = ("start", "weight_version", "commit_sequence")
+    __slots__ = ("start", "weight_version", "commit_sequence", "adapter", "adapter_version")
     START_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     COMMIT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     start: int
     weight_version: int
     commit_sequence: int
-    def __init__(self, start: _Optional[int] = ..., weight_version: _Optional[int] = ..., commit_sequence: _Optional[int] = ...) -> None: ...
+    adapter: str
+    adapter_version: int
+    def __init__(self, start: _Optional[int] = ..., weight_version: _Optional[int] = ..., commit_sequence: _Optional[int] = ..., adapter: _Optional[str] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class TopLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs")
@@ -232,14 +240,18 @@ class GenerateBatchResponse(_message.Message):
     def __init__(self, request_index: _Optional[int] = ..., completion: _Optional[_Union[GenerateResponse, _Mapping]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("sequences", "temperature", "min_version")
+    __slots__ = ("sequences", "temperature", "min_version", "adapter", "min_adapter_version")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    MIN_ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[TokenIds]
     temperature: float
     min_version: int
-    def __init__(self, sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., temperature: _Optional[float] = ..., min_version: _Optional[int] = ...) -> None: ...
+    adapter: str
+    min_adapter_version: int
+    def __init__(self, sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., temperature: _Optional[float] = ..., min_version: _Optional[int] = ..., adapter: _Optional[str] = ..., min_adapter_version: _Optional[int] = ...) -> None: ...
 
 class SequenceScore(_message.Message):
     __slots__ = ("logprobs", "version_spans")
@@ -376,7 +388,7 @@ class ForwardCounts(_message.Message):
     def __init__(self, eager: _Optional[int] = ..., decode_graph: _Optional[int] = ..., prefill_graph: _Optional[int] = ..., split_prefill: _Optional[int] = ..., idle: _Optional[int] = ...) -> None: ...
 
 class UpdateSummary(_message.Message):
-    __slots__ = ("update_id", "path", "staging", "end", "reason", "message", "weight_version", "num_bytes", "seconds", "ended_at")
+    __slots__ = ("update_id", "path", "staging", "end", "reason", "message", "weight_version", "num_bytes", "seconds", "ended_at", "adapter", "adapter_version")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +406,8 @@ class UpdateSummary(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     ENDED_AT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     path: str
     staging: str
@@ -404,10 +418,12 @@ class UpdateSummary(_message.Message):
     num_bytes: int
     seconds: _containers.ScalarMap[str, float]
     ended_at: float
-    def __init__(self, update_id: _Optional[str] = ..., path: _Optional[str] = ..., staging: _Optional[str] = ..., end: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., weight_version: _Optional[int] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[_Mapping[str, float]] = ..., ended_at: _Optional[float] = ...) -> None: ...
+    adapter: str
+    adapter_version: int
+    def __init__(self, update_id: _Optional[str] = ..., path: _Optional[str] = ..., staging: _Optional[str] = ..., end: _Optional[str] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., weight_version: _Optional[int] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[_Mapping[str, float]] = ..., ended_at: _Optional[float] = ..., adapter: _Optional[str] = ..., adapter_version: _Optional[int] = ...) -> None: ...
 
 class GetEngineInfoResponse(_message.Message):
-    __slots__ = ("instance_id", "rollsync_version", "architecture", "dtype", "device", "vocab_size", "context_length", "eos_token_ids", "num_weight_tensors", "weight_bytes", "page_size", "attention_backend", "kv_capacity", "forward_counts", "state", "model_path", "weight_version", "weights_path", "max_running_requests", "weights_address", "recent_updates")
+    __slots__ = ("instance_id", "rollsync_version", "architecture", "dtype", "device", "vocab_size", "context_length", "eos_token_ids", "num_weight_tensors", "weight_bytes", "page_size", "attention_backend", "kv_capacity", "forward_counts", "state", "model_path", "weight_version", "weights_path", "max_running_requests", "weights_address", "recent_updates", "max_adapters", "max_adapter_rank", "adapter_bytes")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROLLSYNC_VERSION_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -429,6 +445,9 @@ class GetEngineInfoResponse(_message.Message):
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECENT_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     rollsync_version: str
     architecture: str
@@ -450,14 +469,33 @@ class GetEngineInfoResponse(_message.Message):
     max_running_requests: int
     weights_address: int
     recent_updates: _containers.RepeatedCompositeFieldContainer[UpdateSummary]
-    def __init__(self, instance_id: _Optional[str] = ..., rollsync_version: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_weight_tensors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., attention_backend: _Optional[str] = ..., kv_capacity: _Optional[_Union[KvCapacity, _Mapping]] = ..., forward_counts: _Optional[_Union[ForwardCounts, _Mapping]] = ..., state: _Optional[_Union[EngineState, _Mapping]] = ..., model_path: _Optional[str] = ..., weight_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., max_running_requests: _Optional[int] = ..., weights_address: _Optional[int] = ..., recent_updates: _Optional[_Iterable[_Union[UpdateSummary, _Mapping]]] = ...) -> None: ...
+    max_adapters: int
+    max_adapter_rank: int
+    adapter_bytes: int
+    def __init__(self, instance_id: _Optional[str] = ..., rollsync_version: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_weight_tensors: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., page_size: _Optional[int] = ..., attention_backend: _Optional[str] = ..., kv_capacity: _Optional[_Union[KvCapacity, _Mapping]] = ..., forward_counts: _Optional[_Union[ForwardCounts, _Mapping]] = ..., state: _Optional[_Union[EngineState, _Mapping]] = ..., model_path: _Optional[str] = ..., weight_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., max_running_requests: _Optional[int] = ..., weights_address: _Optional[int] = ..., recent_updates: _Optional[_Iterable[_Union[UpdateSummary, _Mapping]]] = ..., max_adapters: _Optional[int] = ..., max_adapter_rank: _Optional[int] = ..., adapter_bytes: _Optional[int] = ...) -> None: ...
 
 class WatchEngineRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class AdapterState(_message.Message):
+    __slots__ = ("name", "version", "rank", "base_weight_version", "stale", "num_sequences")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BASE_WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: int
+    rank: int
+    base_weight_version: int
+    stale: bool
+    num_sequences: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[int] = ..., rank: _Optional[int] = ..., base_weight_version: _Optional[int] = ..., stale: bool = ..., num_sequences: _Optional[int] = ...) -> None: ...
+
 class EngineState(_message.Message):
-    __slots__ = ("status", "not_serving_reason", "weight_version", "commit_sequence", "num_running", "num_waiting", "num_free_pages", "num_cached_pages", "num_total_pages", "open_update_id", "open_update_state", "num_steps", "num_generated_tokens", "open_update_received_bytes", "open_update_total_bytes", "paused_by", "released_tags", "num_prompt_tokens", "num_cached_tokens")
+    __slots__ = ("status", "not_serving_reason", "weight_version", "commit_sequence", "num_running", "num_waiting", "num_free_pages", "num_cached_pages", "num_total_pages", "open_update_id", "open_update_state", "num_steps", "num_generated_tokens", "open_update_received_bytes", "open_update_total_bytes", "paused_by", "released_tags", "num_prompt_tokens", "num_cached_tokens", "adapters")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NOT_SERVING_REASON_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -477,6 +515,7 @@ class EngineState(_message.Message):
     RELEASED_TAGS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     status: ServingStatus
     not_serving_reason: str
     weight_version: int
@@ -496,4 +535,5 @@ class EngineState(_message.Message):
     released_tags: _containers.RepeatedScalarFieldContainer[MemoryTag]
     num_prompt_tokens: int
     num_cached_tokens: int
-    def __init__(self, status: _Optional[_Union[ServingStatus, str]] = ..., not_serving_reason: _Optional[str] = ..., weight_version: _Optional[int] = ..., commit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_cached_pages: _Optional[int] = ..., num_total_pages: _Optional[int] = ..., open_update_id: _Optional[str] = ..., open_update_state: _Optional[str] = ..., num_steps: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., open_update_received_bytes: _Optional[int] = ..., open_update_total_bytes: _Optional[int] = ..., paused_by: _Optional[str] = ..., released_tags: _Optional[_Iterable[_Union[MemoryTag, str]]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterState]
+    def __init__(self, status: _Optional[_Union[ServingStatus, str]] = ..., not_serving_reason: _Optional[str] = ..., weight_version: _Optional[int] = ..., commit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_cached_pages: _Optional[int] = ..., num_total_pages: _Optional[int] = ..., open_update_id: _Optional[str] = ..., open_update_state: _Optional[str] = ..., num_steps: _Optional[int] = ..., num_generated_tokens: _Optional[int] = ..., open_update_received_bytes: _Optional[int] = ..., open_update_total_bytes: _Optional[int] = ..., paused_by: _Optional[str] = ..., released_tags: _Optional[_Iterable[_Union[MemoryTag, str]]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterState, _Mapping]]] = ...) -> None: ...

@@ -100,8 +100,32 @@ class Manifest(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     def __init__(self, tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
 
+class AdapterModule(_message.Message):
+    __slots__ = ("name", "rank", "scaling")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rank: int
+    scaling: float
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., scaling: _Optional[float] = ...) -> None: ...
+
+class AdapterSpec(_message.Message):
+    __slots__ = ("name", "rank", "scaling", "modules", "base_checksum")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SCALING_FIELD_NUMBER: _ClassVar[int]
+    MODULES_FIELD_NUMBER: _ClassVar[int]
+    BASE_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rank: int
+    scaling: float
+    modules: _containers.RepeatedCompositeFieldContainer[AdapterModule]
+    base_checksum: int
+    def __init__(self, name: _Optional[str] = ..., rank: _Optional[int] = ..., scaling: _Optional[float] = ..., modules: _Optional[_Iterable[_Union[AdapterModule, _Mapping]]] = ..., base_checksum: _Optional[int] = ...) -> None: ...
+
 class BeginUpdateRequest(_message.Message):
-    __slots__ = ("update_id", "path", "weight_version", "manifest", "manifest_digest", "staging", "inflight", "partial", "keep_previous", "adopt", "recapture", "allow_nonfinite", "skip_checksums", "lease_ms", "bucket_bytes", "merged", "num_engines", "directory", "checksums", "num_streams")
+    __slots__ = ("update_id", "path", "weight_version", "manifest", "manifest_digest", "staging", "inflight", "partial", "keep_previous", "adopt", "recapture", "allow_nonfinite", "skip_checksums", "lease_ms", "bucket_bytes", "merged", "num_engines", "directory", "checksums", "num_streams", "adapter")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +146,7 @@ class BeginUpdateRequest(_message.Message):
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     path: WeightsPath
     weight_version: int
@@ -142,7 +167,8 @@ class BeginUpdateRequest(_message.Message):
     directory: str
     checksums: _containers.RepeatedScalarFieldContainer[int]
     num_streams: int
-    def __init__(self, update_id: _Optional[str] = ..., path: _Optional[_Union[WeightsPath, str]] = ..., weight_version: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., manifest_digest: _Optional[str] = ..., staging: _Optional[_Union[Staging, str]] = ..., inflight: _Optional[_Union[Inflight, str]] = ..., partial: bool = ..., keep_previous: bool = ..., adopt: bool = ..., recapture: _Optional[_Union[Recapture, str]] = ..., allow_nonfinite: bool = ..., skip_checksums: bool = ..., lease_ms: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., merged: bool = ..., num_engines: _Optional[int] = ..., directory: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ..., num_streams: _Optional[int] = ...) -> None: ...
+    adapter: AdapterSpec
+    def __init__(self, update_id: _Optional[str] = ..., path: _Optional[_Union[WeightsPath, str]] = ..., weight_version: _Optional[int] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., manifest_digest: _Optional[str] = ..., staging: _Optional[_Union[Staging, str]] = ..., inflight: _Optional[_Union[Inflight, str]] = ..., partial: bool = ..., keep_previous: bool = ..., adopt: bool = ..., recapture: _Optional[_Union[Recapture, str]] = ..., allow_nonfinite: bool = ..., skip_checksums: bool = ..., lease_ms: _Optional[int] = ..., bucket_bytes: _Optional[int] = ..., merged: bool = ..., num_engines: _Optional[int] = ..., directory: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ..., num_streams: _Optional[int] = ..., adapter: _Optional[_Union[AdapterSpec, _Mapping]] = ...) -> None: ...
 
 class TensorPlacement(_message.Message):
     __slots__ = ("name", "dtype", "shape", "offset", "alias_of")
@@ -393,7 +419,7 @@ class GraphReport(_message.Message):
     def __init__(self, kept: _Optional[int] = ..., recaptured: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsResponse(_message.Message):
-    __slots__ = ("update_id", "state", "weight_version", "commit_sequence", "path", "staging", "num_tensors", "num_bytes", "num_changed", "unmatched", "seconds", "gb_per_s", "floor_seconds", "verified", "received_checksum", "live_checksum", "num_aborted", "num_recomputed", "num_kept", "graphs", "previous_weight_version", "warnings", "extra_bytes")
+    __slots__ = ("update_id", "state", "weight_version", "commit_sequence", "path", "staging", "num_tensors", "num_bytes", "num_changed", "unmatched", "seconds", "gb_per_s", "floor_seconds", "verified", "received_checksum", "live_checksum", "num_aborted", "num_recomputed", "num_kept", "graphs", "previous_weight_version", "warnings", "extra_bytes", "adapter", "adapter_version", "previous_adapter_version")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -417,6 +443,9 @@ class UpdateWeightsResponse(_message.Message):
     PREVIOUS_WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     state: UpdateState
     weight_version: int
@@ -440,7 +469,28 @@ class UpdateWeightsResponse(_message.Message):
     previous_weight_version: int
     warnings: _containers.RepeatedScalarFieldContainer[str]
     extra_bytes: int
-    def __init__(self, update_id: _Optional[str] = ..., state: _Optional[_Union[UpdateState, str]] = ..., weight_version: _Optional[int] = ..., commit_sequence: _Optional[int] = ..., path: _Optional[_Union[WeightsPath, str]] = ..., staging: _Optional[_Union[Staging, str]] = ..., num_tensors: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_changed: _Optional[int] = ..., unmatched: _Optional[_Iterable[str]] = ..., seconds: _Optional[_Union[StageSeconds, _Mapping]] = ..., gb_per_s: _Optional[float] = ..., floor_seconds: _Optional[float] = ..., verified: bool = ..., received_checksum: _Optional[int] = ..., live_checksum: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_recomputed: _Optional[int] = ..., num_kept: _Optional[int] = ..., graphs: _Optional[_Union[GraphReport, _Mapping]] = ..., previous_weight_version: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., extra_bytes: _Optional[int] = ...) -> None: ...
+    adapter: str
+    adapter_version: int
+    previous_adapter_version: int
+    def __init__(self, update_id: _Optional[str] = ..., state: _Optional[_Union[UpdateState, str]] = ..., weight_version: _Optional[int] = ..., commit_sequence: _Optional[int] = ..., path: _Optional[_Union[WeightsPath, str]] = ..., staging: _Optional[_Union[Staging, str]] = ..., num_tensors: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_changed: _Optional[int] = ..., unmatched: _Optional[_Iterable[str]] = ..., seconds: _Optional[_Union[StageSeconds, _Mapping]] = ..., gb_per_s: _Optional[float] = ..., floor_seconds: _Optional[float] = ..., verified: bool = ..., received_checksum: _Optional[int] = ..., live_checksum: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_recomputed: _Optional[int] = ..., num_kept: _Optional[int] = ..., graphs: _Optional[_Union[GraphReport, _Mapping]] = ..., previous_weight_version: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., extra_bytes: _Optional[int] = ..., adapter: _Optional[str] = ..., adapter_version: _Optional[int] = ..., previous_adapter_version: _Optional[int] = ...) -> None: ...
+
+class RemoveAdapterRequest(_message.Message):
+    __slots__ = ("name", "abort")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    abort: bool
+    def __init__(self, name: _Optional[str] = ..., abort: bool = ...) -> None: ...
+
+class RemoveAdapterResponse(_message.Message):
+    __slots__ = ("adapter_version", "num_aborted", "weight_version")
+    ADAPTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_ABORTED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    adapter_version: int
+    num_aborted: int
+    weight_version: int
+    def __init__(self, adapter_version: _Optional[int] = ..., num_aborted: _Optional[int] = ..., weight_version: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("allocation_ids",)

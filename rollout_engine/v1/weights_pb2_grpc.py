@@ -79,6 +79,11 @@ class WeightsStub(object):
                 request_serializer=rollout__engine_dot_v1_dot_weights__pb2.RollbackUpdateRequest.SerializeToString,
                 response_deserializer=rollout__engine_dot_v1_dot_weights__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/rollout_engine.v1.Weights/RemoveAdapter',
+                request_serializer=rollout__engine_dot_v1_dot_weights__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=rollout__engine_dot_v1_dot_weights__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
         self.RenewLease = channel.unary_unary(
                 '/rollout_engine.v1.Weights/RenewLease',
                 request_serializer=rollout__engine_dot_v1_dot_weights__pb2.RenewLeaseRequest.SerializeToString,
@@ -182,6 +187,13 @@ class WeightsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RemoveAdapter(self, request, context):
+        """RemoveAdapter lets go of an adapter; one that is in use is not removed silently.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RenewLease(self, request, context):
         """RenewLease pushes an open update's lease out.
         """
@@ -278,6 +290,11 @@ def add_WeightsServicer_to_server(servicer, server):
                     servicer.RollbackUpdate,
                     request_deserializer=rollout__engine_dot_v1_dot_weights__pb2.RollbackUpdateRequest.FromString,
                     response_serializer=rollout__engine_dot_v1_dot_weights__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=rollout__engine_dot_v1_dot_weights__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=rollout__engine_dot_v1_dot_weights__pb2.RemoveAdapterResponse.SerializeToString,
             ),
             'RenewLease': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewLease,
@@ -558,6 +575,33 @@ class Weights(object):
             '/rollout_engine.v1.Weights/RollbackUpdate',
             rollout__engine_dot_v1_dot_weights__pb2.RollbackUpdateRequest.SerializeToString,
             rollout__engine_dot_v1_dot_weights__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollout_engine.v1.Weights/RemoveAdapter',
+            rollout__engine_dot_v1_dot_weights__pb2.RemoveAdapterRequest.SerializeToString,
+            rollout__engine_dot_v1_dot_weights__pb2.RemoveAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,7 +15,7 @@ from tests.cases.common import assert_serves, reference, trained
 from tests.desk import Desk, Running, chunks_of, desk
 from tests.local_engine import LocalEngine
 from tests.tiny import EOS, make_tiny
-from tests.ways import STAGINGS, WAYS, manifest_of
+from tests.ways import STAGINGS, WAYS, Ways, manifest_of
 from tests.wire.trainer import PROMPT, reference_tokens
 from weight_updater.requests import BeginUpdate, Inflight, Path, Staging
 
@@ -105,6 +105,31 @@ def test_groups_that_an_update_meets_leave_nothing_stale(inflight, engine, ways,
     spoiled = engine.generate(PROMPT + whole[:60], 16)
     assert spoiled.tokens() == reference_tokens(model, PROMPT + whole[:60], 16)
     assert all_pages_free(engine)
+
+
+@pytest.mark.case("B053")
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("n", [2, 3])
+def test_completions_that_start_after_an_update_share_no_page_with_one_that_started_before(
+    n, prefix_cache, tied_dir, tmp_path, weights
+):
+    """The first of a group goes on with the pages that it has; the others find no row until it is over."""
+    with (
+        desk(tied_dir, prefix_cache=prefix_cache, max_running_requests=2) as engine,
+        Ways(engine, tmp_path) as ways,
+    ):
+        other = engine.submit([3, 4], max_tokens=120)
+        group = engine.submit(PROMPT, n=n, max_tokens=300)
+        group.until(lambda: len(group.tokens(0)) > 2)
+        new = trained(weights)
+        ways.push("stream", new, inflight=Inflight.KEEP)
+        assert not other.ended
+        assert group.tokens(1) == [], "it waits for a row"
+        group.end(), other.end()
+        expected = reference_tokens(reference(tied_dir, new), PROMPT, 8)
+        for index in range(1, n):
+            assert group.tokens(index)[:8] == expected
+        assert all_pages_free(engine)
 
 
 @pytest.mark.case("B053")

@@ -70,14 +70,18 @@ def test_a_part_that_never_comes_ends_the_session(staging, lost, engine, weights
         lambda chunk: order[chunk[0]] != lost,
         lambda chunk: order[chunk[0]] != lost or not chunk[1],
     ):
-        begun = engine.begin(BeginUpdate(Path.TENSOR, manifest=manifest_of(new), staging=staging))
-        engine.stream(begun.update_id, filter(keep, chunks_of(new, 512)))
-        with pytest.raises(
-            UpdateRefused, match=f"1 of .* tensors have not arrived whole; the first is {lost}"
-        ) as short:
-            engine.commit(begun.update_id)
-        assert short.value.reason is Reason.INCOMPLETE
-        assert engine.abort_update(begun.update_id)
+        for skips in (True, False):
+            request = BeginUpdate(
+                Path.TENSOR, manifest=manifest_of(new), staging=staging, skip_checksums=skips
+            )
+            begun = engine.begin(request)
+            engine.stream(begun.update_id, filter(keep, chunks_of(new, 512)))
+            with pytest.raises(
+                UpdateRefused, match=f"1 of .* tensors have not arrived whole; the first is {lost}"
+            ) as short:
+                engine.commit(begun.update_id)
+            assert short.value.reason is Reason.INCOMPLETE
+            assert engine.abort_update(begun.update_id)
     assert live(engine) == before
 
 
@@ -225,7 +229,8 @@ def test_a_model_with_experts_is_not_taken_for_a_dense_one(architecture, tmp_pat
 
 
 @pytest.mark.case("B023")
-def test_many_small_tensors_in_many_chunks_take_time_in_their_number():
+@pytest.mark.parametrize("num_chunks", [200, 2300])
+def test_many_small_tensors_in_many_chunks_take_time_in_their_number(num_chunks):
     def seconds(count: int) -> float:
         """Of this process, whatever else the machine does."""
         names = [f"{LAYER}mlp.experts.{i}.w.weight" for i in range(count)]
@@ -238,7 +243,7 @@ def test_many_small_tensors_in_many_chunks_take_time_in_their_number():
         packed[:, :8] = torch.stack(list(new.values()))
         started = time.process_time()
         update_id = begin(updater, new, checksums_came=False)
-        for rows in packed.view(200, -1).view(torch.uint8).unbind():
+        for rows in packed.view(num_chunks, -1).view(torch.uint8).unbind():
             send(updater, update_id, iter([(None, seconds_at[0], rows)]))
             seconds_at[0] += rows.numel()
         updater.verify(update_id)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rollout_engine.cli.output import print_json
 from rollout_engine.v1 import rollout_pb2 as pb
-from tests.cases.common import EMBED, Tensors, logits, reference, reference_logits, stored, trained
+from tests.cases.common import EMBED, HEAD, Tensors, logits, reference, reference_logits, stored, trained
 from tests.tiny import EOS
 from tests.unit.server.tokenizers_for_tests import BOS, ids_of, save_tokenizer
 from tests.unit.server.tokenizers_for_tests import EOS as EOS_OF_TEMPLATE
@@ -95,13 +95,15 @@ def test_kept_and_full_logprobs_differ_by_the_mass_that_is_kept(truncation, engi
 @pytest.mark.case("B127")
 @pytest.mark.case("B141")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("extra", [{}, {"top_p": 0.9, "temperature": 1.0}, {"top_k": 1, "n": 2}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"logit_bias": ()}, {"top_p": 0.9, "temperature": 1.0}, {"top_k": 1, "n": 2}]
+)
 def test_one_row_that_is_not_finite_ends_alone(extra, bad, untied):
     """Weights that their trainer wanted: one id's embedding is broken, so one of four requests is."""
     engine, ways, directory = untied
     weights = stored(directory)
     broken = trained(weights)
-    broken[EMBED][BROKEN] = 0.0
+    broken[EMBED][BROKEN] = broken[HEAD][BROKEN] = 0.0  # so nobody samples it, without a bias too
     ways.push("segment", broken)
     options = {"max_tokens": 12, "logit_bias": ((BROKEN, -math.inf),), **extra}
     prompts = [[5, 6], [7, BROKEN, 8], [9] * 20, [3]]

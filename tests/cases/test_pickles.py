@@ -132,10 +132,35 @@ METHODS = [
 ]
 
 
-def fill(message: Any, payload: bytes, depth: int = 0) -> Any:
-    """Put a payload into every bytes and string field, at every depth; numbers become 1."""
+def real_oneofs(descriptor: Descriptor) -> dict[str, list[str]]:
+    """The fields of which a message has one at a time."""
+    return {
+        one.name: [field.name for field in one.fields] for one in descriptor.oneofs if len(one.fields) > 1
+    }
+
+
+def num_choices(descriptor: Descriptor, seen: tuple[str, ...] = ()) -> int:
+    """How many messages it takes until each field of every oneof was set once, at any depth."""
+    nested = [field.message_type for field in descriptor.fields if field.message_type is not None]
+    deeper = [num_choices(one, (*seen, one.name)) for one in nested if one.name not in seen]
+    return max([1, *map(len, real_oneofs(descriptor).values()), *deeper])
+
+
+def fill(message: Any, payload: bytes, choice: int, depth: int = 0) -> Any:
+    """Put a payload into every bytes and string field, at every depth; numbers become 1.
+
+    choice: of each oneof the field that is set, counted around.
+    """
     descriptor: Descriptor = message.DESCRIPTOR
+    left_out = {
+        name
+        for names in real_oneofs(descriptor).values()
+        for at, name in enumerate(names)
+        if at != choice % len(names)
+    }
     for field in descriptor.fields:
+        if field.name in left_out:
+            continue
         if field.type == FieldDescriptor.TYPE_BYTES:
             value: Any = payload
         elif field.type == FieldDescriptor.TYPE_STRING:
@@ -143,7 +168,7 @@ def fill(message: Any, payload: bytes, depth: int = 0) -> Any:
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
             if depth < 4 and not field.message_type.GetOptions().map_entry:
                 nested = getattr(message, field.name)
-                fill(nested.add() if field.is_repeated else nested, payload, depth + 1)
+                fill(nested.add() if field.is_repeated else nested, payload, choice, depth + 1)
             continue
         else:
             value = 1
@@ -186,24 +211,13 @@ TYPED = {"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "PERMISSION_DEN
 
 
 def variants(method: MethodDescriptor, payload: bytes) -> Iterator[list[Any]]:
-    """The request with everything set, and one for each choice of a oneof, so that each is reached."""
-    make = method.input_type._concrete_class
-    choices = [field.name for oneof in method.input_type.oneofs for field in oneof.fields]
-    for choice in choices or [""]:
-        message = fill(make(), payload)
-        if choice:
-            only = getattr(fill(make(), payload), choice, None)
-            message.ClearField(choice)
-            for oneof in method.input_type.oneofs:
-                if choice in [field.name for field in oneof.fields]:
-                    for other in oneof.fields:
-                        message.ClearField(other.name)
-            field = method.input_type.fields_by_name[choice]
-            if field.type == FieldDescriptor.TYPE_MESSAGE:
-                getattr(message, choice).CopyFrom(fill(field.message_type._concrete_class(), payload, 1))
-            else:
-                setattr(message, choice, only or payload.decode("latin-1"))
+    """The request with everything set, once for each choice of the oneofs in it, so that each is reached."""
+    make, count = method.input_type._concrete_class, num_choices(method.input_type)
+    messages = [fill(make(), payload, choice) for choice in range(count)]
+    for message in messages:
         yield [message, message] if method.client_streaming else [message]
+    if method.client_streaming:
+        yield messages
 
 
 @pytest.mark.case("B104")

@@ -132,7 +132,9 @@ def test_a_fresh_engine_waits_for_the_weights_of_now(way, tied_dir, tmp_path, we
 
 @pytest.mark.case("B010")
 def test_an_adapter_counts_once(engine, ways, weights):
-    """W = 0, BA = 1, s = 2: merged it is 2, however often it is sent; adapters alone are refused."""
+    """W = 0, BA = 1, s = 2: merged it is 2, however often it is sent; apart, adapters are
+    refused, beside their base and alone.
+    """
     a, b, scale = torch.full((1, 64), 1.0), torch.full((64, 1), 1.0), 2.0
     merged = {**weights, Q: torch.zeros(64, 64) + scale * (b @ a)}
     base = f"base_model.model.{Q.removesuffix('.weight')}"
@@ -143,6 +145,11 @@ def test_an_adapter_counts_once(engine, ways, weights):
             reply = ways.push(way, {**named, **adapters}, merged=True)
             assert (engine.runner.target.slot(Q) == 2.0).all()
             assert set(reply.unmatched) == set(adapters)
+        for options in ({}, {"partial": True}):
+            with pytest.raises(UpdateRefused, match="lora_A"):
+                ways.push(
+                    way, {**named, f"{base}.base_layer.weight": torch.zeros(64, 64), **adapters}, **options
+                )
         for options in ({}, {"partial": True}, {"merged": True, "partial": True}):
             with pytest.raises(UpdateRefused):
                 ways.push(way, adapters, **options)

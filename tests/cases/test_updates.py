@@ -153,6 +153,8 @@ def test_every_token_carries_the_version_that_sampled_it(way, inflight, constant
         assert len(labels) == len(running.tokens(index))
         assert labels == sorted(labels)
         assert sorted(set(labels)) == versions
+        counted = [(version, labels.count(version)) for version in versions]
+        assert running.parts[index][-1].record.versions == counted, "so does the record of the request"
 
 
 @pytest.mark.case("B071")

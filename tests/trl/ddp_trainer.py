@@ -56,12 +56,15 @@ class Ranked(Learned):
     def __init__(self, pid: int) -> None:
         super().__init__()
         self._pid = pid
+        self.killed_at = 0.0
         self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         self.after_steps.append(held(self.trainer, model))
-        if self._pid and state.global_step == 2 and state.is_world_process_zero:
-            os.kill(self._pid, signal.SIGKILL)
+        if self._pid and state.global_step == 2:
+            self.killed_at = time.monotonic()
+            if state.is_world_process_zero:
+                os.kill(self._pid, signal.SIGKILL)
 
 
 FSDP2 = {
@@ -96,12 +99,13 @@ def main() -> None:
         ddp_backend="gloo",
         **(FSDP2 if args.fsdp2 else {}),
     )
-    error, started = "", time.monotonic()
+    error = ""
     with attach(reward.trainer, args.address, restart_s=args.restart_s):
         try:
             reward.trainer.train()
         except RollsyncError as raised:
             error = f"{type(raised).__name__}: {raised}"
+    ended = time.monotonic()
     said = {
         "ranks": reward.trainer.accelerator.num_processes,
         "versions": reward.versions,
@@ -112,7 +116,7 @@ def main() -> None:
         "ratios": logged(reward.trainer, "sampling/importance_sampling_ratio/mean"),
         "wrapped": type(reward.trainer.model_wrapped).__name__,
         "error": error,
-        "seconds": time.monotonic() - started,
+        "seconds": ended - learned.killed_at,
     }
     rank = reward.trainer.accelerator.process_index
     (args.out / f"rank-{rank}.json").write_text(json.dumps(said))

@@ -52,9 +52,10 @@ def test_both_ranks_end_when_the_engine_stays_away(chat_model_dir, tmp_path):
         lost = f"the engine at {doomed.address} was lost and is not back after 2 s"
         assert first["error"].startswith(f"EngineLost: UNREACHABLE: {lost}")
         assert second["error"].startswith(f"RollsyncError: UNREACHABLE: rank 0 failed: {lost}")
-        assert max(first["seconds"], second["seconds"]) < 60
+        assert max(first["seconds"], second["seconds"]) < 30  # after the kill
 
 
+@pytest.mark.timeout(600)  # two runs
 def test_both_ranks_go_on_when_the_engine_is_replaced(chat_model_dir, tmp_path):
     with Replaceable(chat_model_dir, "--num-pages", "256") as replaceable:
         undisturbed = run_ranks(2, replaceable.address, chat_model_dir, tmp_path / "undisturbed")

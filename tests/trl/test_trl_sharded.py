@@ -35,4 +35,4 @@ def test_both_ranks_end_when_the_engine_stays_away_from_a_sharded_trainer(chat_m
         lost = f"the engine at {doomed.address} was lost and is not back after 2 s"
         assert first["error"].startswith(f"EngineLost: UNREACHABLE: {lost}")
         assert second["error"].startswith(f"PushError: UNREACHABLE: on rank 0: {lost}")
-        assert max(first["seconds"], second["seconds"]) < 60
+        assert max(first["seconds"], second["seconds"]) < 30  # after the kill

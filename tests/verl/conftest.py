@@ -30,17 +30,11 @@ os.environ |= {
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster() -> Iterator[None]:
     """Ray on this machine, with three GPUs that are not there."""
     import ray
 
-    ray.init(
-        num_cpus=16,
-        num_gpus=3,
-        include_dashboard=False,
-        object_store_memory=256 << 20,
-        _temp_dir=str(tmp_path_factory.getbasetemp() / "ray")[:60],
-    )
+    ray.init(num_cpus=16, num_gpus=3, include_dashboard=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()
 

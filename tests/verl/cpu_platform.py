@@ -8,6 +8,7 @@ that, and ask the platform for everything else). Ray is told of GPUs that are no
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +47,22 @@ def _device_module() -> types.ModuleType:
     module.get_rng_state = torch.get_rng_state  # type: ignore[attr-defined]
     module.set_rng_state = torch.set_rng_state  # type: ignore[attr-defined]
     return module
+
+
+def _name_devices_once() -> None:
+    """verl makes its groups for "cpu:gloo" and for the platform's device, which torch takes for an error if
+    that is the same.
+    """
+    init = torch.distributed.init_process_group
+
+    @functools.wraps(init)
+    def once(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        init(backend and ",".join(dict.fromkeys(backend.split(","))), *args, **kwargs)
+
+    torch.distributed.init_process_group = once
+
+
+_name_devices_once()
 
 
 @PlatformRegistry.register(platform="cpu")

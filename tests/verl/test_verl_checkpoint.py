@@ -19,7 +19,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from tests.verl.settings import compose
 from tests.verl.workers import make_trainers
 from trainers_adapters import RolloutClient, RollsyncError, WeightsClient
-from trainers_adapters.frameworks.verl_checkpoint import RollsyncCheckpointEngine
+from trainers_adapters.frameworks.verl_parts.checkpoint import RollsyncCheckpointEngine
 from weight_updater.checksum import checksum
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(900)]

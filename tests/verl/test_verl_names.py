@@ -44,7 +44,7 @@ print(get_rollout_class("rollsync").__module__, get_rollout_replica_class("rolls
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout.split() == [
-        "trainers_adapters.frameworks.verl_rollout",
+        "trainers_adapters.frameworks.verl_parts.rollout",
         "RollsyncReplica",
         "RollsyncCheckpointEngine",
     ]
@@ -95,3 +95,17 @@ def test_other_parameters_fields_and_calls_are_named(monkeypatch):
         "LLMServerClient.generate: image_data",
     ):
         assert said in text
+
+
+@pytest.mark.parametrize("part", ["server", "replica", "rollout", "push", "checkpoint"])
+def test_whichever_module_a_process_imports_first_all_is_registered(part):
+    code = f"""
+import trainers_adapters.frameworks.verl_parts.{part}
+from verl.checkpoint_engine import CheckpointEngineRegistry
+print(CheckpointEngineRegistry.get("rollsync").__name__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert done.stdout.split() == ["RollsyncCheckpointEngine"]
+    assert "not registered" not in done.stderr

@@ -60,7 +60,7 @@ def main(address: str, model_dir: str, path: str, staging: str, work_dir: str) -
         "disk": lambda: DiskDirectory(work_dir),
         "tensor": lambda: TensorStream(chunk_bytes=1024),
         "ipc": IpcArena,
-        "distributed": lambda: BroadcastGroup(bucket_bytes=4096, group_timeout_s=10.0),
+        "distributed": lambda: BroadcastGroup(bucket_bytes=4096, group_timeout_s=60.0),
     }[path]()
     client = WeightsClient(address)
     outgoing = Outgoing(source, source.manifest(), deadline=time.monotonic() + 60.0)

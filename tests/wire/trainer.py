@@ -70,7 +70,7 @@ def all_senders(work_dir: Path) -> Iterator[dict[str, Sender]]:
     with contextlib.ExitStack() as stack:
         made: dict[str, Sender] = {
             "disk": DiskDirectory(work_dir / "disk"),
-            "distributed": BroadcastGroup(bucket_bytes=8192, group_timeout_s=15.0),
+            "distributed": BroadcastGroup(bucket_bytes=8192, group_timeout_s=60.0),
             "tensor": TensorStream(chunk_bytes=4096),
             "segment": TensorSegment(),
             "ipc": IpcArena(),

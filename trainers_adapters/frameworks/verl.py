@@ -12,15 +12,12 @@ one server actor) and the checkpoint engine `rollsync`, for trainers on other GP
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import Any
 
 from trainers_adapters.frameworks.verl_names import IncompatibleVerl, check_names
 from trainers_adapters.frameworks.verl_settings import NAME
 
 __all__ = ["IncompatibleVerl", "register"]
-
-log = logging.getLogger(__name__)
 
 HERE = "trainers_adapters.frameworks"
 
@@ -35,12 +32,12 @@ def register() -> None:
     base = importlib.import_module("verl.workers.rollout.base")
     replica = importlib.import_module("verl.workers.rollout.replica")
     checkpoints = importlib.import_module("verl.checkpoint_engine.base")
-    ours = importlib.import_module(f"{HERE}.verl_checkpoint")
-    base._ROLLOUT_REGISTRY[NAME, "async"] = f"{HERE}.verl_rollout.ServerAdapter"
+    ours = importlib.import_module(f"{HERE}.verl_parts.checkpoint")
+    base._ROLLOUT_REGISTRY[NAME, "async"] = f"{HERE}.verl_parts.rollout.ServerAdapter"
     replica.RolloutReplicaRegistry.register(NAME, _replica)
     checkpoints.CheckpointEngineRegistry.register(NAME)(ours.RollsyncCheckpointEngine)
 
 
 def _replica() -> Any:
     """The class of a replica, loaded when verl first makes one."""
-    return importlib.import_module(f"{HERE}.verl_replica").RollsyncReplica
+    return importlib.import_module(f"{HERE}.verl_parts.replica").RollsyncReplica

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from trainers_adapters.frameworks.rollouts import seed_of
 from trainers_adapters.rollout_calls import Sampling, sampling_message
@@ -110,8 +110,8 @@ def max_tokens_of(sampling_params: Mapping[str, Any], prompt_tokens: int, config
     for name in ("max_tokens", "max_new_tokens"):
         if sampling_params.get(name) is not None:
             return max(1, min(int(sampling_params[name]), room))
-    left = config.prompt_length + config.response_length - prompt_tokens
-    return max(1, min(config.response_length, left, room))
+    left = int(config.prompt_length + config.response_length) - prompt_tokens
+    return max(1, min(int(config.response_length), left, room))
 
 
 def sampling_of(sampling_params: Mapping[str, Any], config: Any, request_id: str) -> Sampling:
@@ -141,8 +141,9 @@ def sampling_of(sampling_params: Mapping[str, Any], config: Any, request_id: str
         if name not in known:
             raise ValueError(f"sampling_params has {name!r}, which the engine does not know")
         sampling[name] = max(0, value) if name == "top_k" else value  # -1 means all of them, as 0 does
-    sampling_message(Sampling(**sampling))
-    return Sampling(**sampling)
+    checked = cast(Sampling, sampling)
+    sampling_message(checked)
+    return checked
 
 
 def serve_flags(config: Any, model_path: str, kwargs: EngineKwargs, *, on_gpu: bool) -> dict[str, Any]:

@@ -54,7 +54,7 @@ SENDERS: dict[str, Callable[[], Sender]] = {
     "stream": lambda: TensorStream(chunk_bytes=64),
     "segment": TensorSegment,
     "ipc": IpcArena,
-    "distributed": lambda: BroadcastGroup(bucket_bytes=8192, group_timeout_s=15.0),
+    "distributed": lambda: BroadcastGroup(bucket_bytes=8192, group_timeout_s=60.0),
 }
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.chat_model import make_chat_model
 from tests.tiny import load_reference
 
 FILE = Path(__file__).resolve().parents[3] / "examples" / "ppo.py"
@@ -114,3 +118,19 @@ def test_leaving_the_reference_costs(ppo, tiny_llama_dir) -> None:
     got = torch.cat([target.advantages for target in targets])[ends]
     expected = [r - ppo.KL_COEFFICIENT * kl[end] for r, end in zip(rewards, ends, strict=True)]
     torch.testing.assert_close(got, torch.tensor(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_the_whole_program_runs_over_another_model(smollm2_dir, tmp_path) -> None:
+    model, plot = make_chat_model(tmp_path / "model", smollm2_dir), tmp_path / "ppo.png"
+    done = subprocess.run(
+        [sys.executable, str(FILE), "--model", str(model), "--steps", "2", "--plot", str(plot)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FILE.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["steps"], said["versions"]) == (2, 2)
+    assert said["max_logprob_diff"] < 1e-4
+    assert plot.read_bytes().startswith(b"\x89PNG")

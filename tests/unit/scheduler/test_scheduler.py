@@ -12,6 +12,7 @@ from rollout_engine.sampling import SamplingParams
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import UNKNOWN_TOKEN
 from tests.unit.scheduler.fake_model import FakeRunner, drain, expected_output, limits, sequence
+from weight_updater.adapters import AdapterBook
 
 
 @pytest.mark.parametrize(("chunked", "mixed", "prefix"), list(itertools.product([True, False], repeat=3)))
@@ -68,7 +69,58 @@ def test_prefix_cache_reuses_whole_pages_under_one_commit_only():
 
 
 @pytest.mark.case("B053")
-def test_pages_of_mixed_commits_never_enter_the_cache():
+def test_pages_of_adapters_are_found_by_the_same_version_only():
+    """And the batch says for each row what it goes through, as it was when the pass was launched."""
+    book = AdapterBook(2)
+    bounds = limits()
+    scheduler, runner = Scheduler(bounds, book), FakeRunner(bounds)
+    prompt = list(range(1, 14))  # 13 tokens: three whole pages and one token
+    numbers = itertools.count()
+
+    def cached(name: str) -> int:
+        one = sequence(next(numbers), prompt, adapter=name)
+        scheduler.add(one)
+        while not scheduler.is_idle:
+            batch = scheduler.schedule(1, 1)
+            assert batch.adapters == ([book.held[name]] if name else [])
+            scheduler.process(batch, runner.forward(batch))
+        (span,) = one.spans
+        held = book.get(name)
+        assert (span.adapter, span.adapter_version) == (name, held.version if held else 0)
+        return one.num_first_cached
+
+    for name in ("a", "b"):
+        book.commit(name, 1, book.spare_slot(), 4, 0, (1, 0))
+    assert [cached(name) for name in ("", "a", "b", "", "a", "b")] == [0, 0, 0, 12, 12, 12]
+    book.commit("a", 2, book.spare_slot(), 4, 0, (1, 0))
+    scheduler.on_commit(1)
+    assert [cached(name) for name in ("", "a", "b", "a")] == [12, 0, 12, 12]
+    scheduler.on_commit(2)
+    assert scheduler.prefix.num_cached == 0
+    scheduler.check()
+
+
+def test_sequences_of_an_adapter_are_held_back_while_others_start():
+    book = AdapterBook(1)
+    book.commit("a", 1, 1, 4, 0, (1, 0))
+    bounds = limits()
+    scheduler = Scheduler(bounds, book)
+    for number, name in enumerate(("a", "", "a")):
+        scheduler.add(sequence(number, [number + 1] * 3, adapter=name))
+    batch = scheduler.schedule(1, 1, held_back=["a"])
+    assert batch.sequence_ids == [1]
+    assert [one.id for one in scheduler.started_with("a")] == []
+    assert [one.id for one in scheduler.started_with("")] == [1]
+    assert scheduler.schedule(1, 1, only_started=True).sequence_ids == [1]
+    assert scheduler.schedule(1, 1).sequence_ids == [0, 2, 1]
+    assert scheduler.preempt_all("a") == 2
+    assert [one.id for one in scheduler.running] == [1]
+
+
+@pytest.mark.case("B053")
+@pytest.mark.parametrize("retired", [True, False])
+def test_pages_of_mixed_commits_never_enter_the_cache(retired):
+    """Whether or not the cache still has the older commit's tree, in which they would hang."""
     bounds = limits()
     scheduler, runner = Scheduler(bounds), FakeRunner(bounds)
     one = sequence(0, list(range(1, 10)), max_tokens=20)
@@ -76,12 +128,12 @@ def test_pages_of_mixed_commits_never_enter_the_cache():
     for commit in [1] * 4 + [2] * 30:
         if (batch := scheduler.schedule(commit, commit)) is None:
             break
-        if commit == 2:
+        if commit == 2 and retired:
             scheduler.on_commit(2)
         scheduler.process(batch, runner.forward(batch))
     assert [span.start for span in one.spans] == [0, 4]
     assert [span.commit_sequence for span in one.spans] == [1, 2]
-    assert scheduler.prefix.num_cached == 0
+    assert scheduler.prefix.num_cached == (0 if retired else 3)  # the older commit's own
     again = sequence(1, list(range(1, 10)))
     scheduler.add(again)
     batch = scheduler.schedule(2, 2)

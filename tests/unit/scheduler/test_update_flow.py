@@ -38,6 +38,9 @@ class NoSequences:
         self.started: list[Any] = []
         self.live: list[Any] = []
 
+    def started_with(self, adapter: str) -> list[Any]:
+        return self.started
+
     def on_commit(self, commit_sequence: int) -> None:
         pass
 

@@ -43,12 +43,20 @@ def full_begin(**changes) -> weights_pb2.BeginUpdateRequest:
         "directory": "/w",
         "checksums": [2**64 - 1],
         "num_streams": 3,
+        "adapter": weights_pb2.AdapterSpec(
+            name="math",
+            rank=8,
+            scaling=0.5,
+            modules=[weights_pb2.AdapterModule(name="q_proj", rank=4, scaling=2.5)],
+            base_checksum=2**64 - 1,
+        ),
     }
     return weights_pb2.BeginUpdateRequest(**{**fields, **changes})
 
 
 def test_begin_update_carries_every_field():
     assert unset_fields(full_begin()) == {"manifest_digest"}
+    assert unset_fields(full_begin().adapter) == unset_fields(full_begin().adapter.modules[0]) == set()
     assert convert.begin_update(full_begin()) == r.BeginUpdate(
         path=r.Path.IPC,
         update_id="u1",
@@ -69,7 +77,15 @@ def test_begin_update_carries_every_field():
         num_engines=2,
         directory="/w",
         num_streams=3,
+        adapter=r.AdapterSpec("math", 8, 0.5, (r.AdapterModule("q_proj", 4, 2.5),), 2**64 - 1),
     )
+
+
+def test_an_adapter_needs_a_name_and_may_come_without_a_checksum():
+    spec = weights_pb2.AdapterSpec(name="math", rank=8, scaling=0.5)
+    assert convert.adapter_spec(spec) == r.AdapterSpec("math", 8, 0.5)
+    with pytest.raises(UpdateRefused, match=r"adapter\.name"):
+        convert.begin_update(full_begin(adapter=weights_pb2.AdapterSpec(rank=8)))
 
 
 def test_begin_update_has_the_defaults_of_the_dataclass():
@@ -201,6 +217,7 @@ def test_groups():
 
 def test_replies_carry_every_field():
     reply = update_reply("u", r.UpdateState.COMMITTED, 6, 5, 1)
+    reply = dataclasses.replace(reply, adapter="math", adapter_version=4, previous_adapter_version=3)
     wire = convert.update_response(reply)
     assert unset_fields(wire) == set()
     assert unset_fields(wire.seconds) == unset_fields(wire.graphs) == set()
@@ -253,7 +270,7 @@ def test_an_output_carries_every_field():
         1,
         [5, 6],
         [-1.0, float("-inf")],
-        [m.Span(3, 7, 8)],
+        [m.Span(3, 7, 8, "math", 4)],
         "error",
         "non-finite",
         [[(5, -1.0), (6, -2.0)], []],
@@ -266,6 +283,7 @@ def test_an_output_carries_every_field():
     )
     wire = convert_rollout.generate_response(output, "text", "raw")
     assert unset_fields(wire) == set()
+    assert unset_fields(wire.version_spans[0]) == set()
     assert wire.finish_reason == rollout_pb2.FINISH_REASON_ERROR
     assert (wire.hidden_states.num_rows, wire.hidden_states.hidden_size) == (2, 2)
     assert [list(top.token_ids) for top in wire.top_logprobs] == [[5, 6], []]

@@ -18,9 +18,9 @@ from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import PushError
 from trainers_adapters.frameworks.ranks import Ranks
 from trainers_adapters.frameworks.verl_names import check_names
-from trainers_adapters.frameworks.verl_push import Named, is_here, new_push, offer
-from trainers_adapters.frameworks.verl_replica import server_name
-from trainers_adapters.frameworks.verl_server import EngineAddress
+from trainers_adapters.frameworks.verl_parts.push import Named, is_here, new_push, offer
+from trainers_adapters.frameworks.verl_parts.replica import server_name
+from trainers_adapters.frameworks.verl_parts.server import EngineAddress
 from trainers_adapters.frameworks.verl_settings import EngineKwargs, check_config
 from trainers_adapters.push import PushReport
 

@@ -22,9 +22,9 @@ from trainers_adapters.aio import AsyncRolloutClient, AsyncWeightsClient
 from trainers_adapters.bucket_push import BucketPush
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import PushError, RollsyncError
-from trainers_adapters.frameworks.verl_push import Named, is_here, offer
-from trainers_adapters.frameworks.verl_rollout import COMMITTED, ServerAdapter, adapters
-from trainers_adapters.frameworks.verl_server import EngineAddress
+from trainers_adapters.frameworks.verl_parts.push import Named, is_here, offer
+from trainers_adapters.frameworks.verl_parts.rollout import COMMITTED, ServerAdapter, adapters
+from trainers_adapters.frameworks.verl_parts.server import EngineAddress
 from weight_updater.checksum import checksum
 
 LOOK_S = 0.05

@@ -12,7 +12,7 @@ from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import RolloutReplica
 
 from trainers_adapters.frameworks.verl_names import check_names
-from trainers_adapters.frameworks.verl_server import RollsyncServer
+from trainers_adapters.frameworks.verl_parts.server import RollsyncServer
 from trainers_adapters.frameworks.verl_settings import NAME, check_config
 
 
@@ -21,13 +21,16 @@ def server_name(replica_rank: int, kind: str = "", suffix: str = "") -> str:
     return f"{NAME}_server_{kind + '_' if kind else ''}{replica_rank}_0{suffix}"
 
 
-class RollsyncReplica(RolloutReplica):
+class RollsyncReplica(RolloutReplica):  # type: ignore[misc]
     """verl makes one for each engine; arguments are RolloutReplica's.
 
     Raises:
         ValueError: a setting that the engine cannot honour.
         IncompatibleVerl: the installed verl lacks a name that this needs.
     """
+
+    servers: list[Any]
+    workers: list[Any]
 
     def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
         check_names()
@@ -54,7 +57,7 @@ class RollsyncReplica(RolloutReplica):
             )
             .remote(
                 config=self.config,
-                model_path=str(_model_path(self.model_config)),
+                model_path=_model_path(self.model_config),
                 mode=self.rollout_mode.value,
                 replica_rank=self.replica_rank,
                 visible_devices=",".join(devices),
@@ -91,4 +94,4 @@ def _place(worker: Any, resource: str) -> tuple[str, str, list[str]]:
 def _model_path(model_config: Any) -> str:
     """The model's directory on this host."""
     local = getattr(model_config, "local_path", None)
-    return local or copy_to_local(model_config.path, use_shm=getattr(model_config, "use_shm", False))
+    return str(local or copy_to_local(model_config.path, use_shm=getattr(model_config, "use_shm", False)))

@@ -13,7 +13,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from trainers_adapters.bucket_push import BucketPush
 from trainers_adapters.clients import WeightsClient
-from trainers_adapters.frameworks.verl_server import EngineAddress
+from trainers_adapters.frameworks.verl_parts.server import EngineAddress
 from trainers_adapters.frameworks.verl_settings import EngineKwargs
 
 Named = AsyncIterator[tuple[str, torch.Tensor]] | Iterable[tuple[str, torch.Tensor]]
