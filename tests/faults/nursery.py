@@ -146,7 +146,11 @@ def nursery(work_dir: Path, model_dir: Path | None = None) -> Iterator[Nursery]:
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        process.wait(20)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:  # it still imports
+            process.kill()
+            process.wait()
 
 
 # ---------------------------------------------------------------- the process

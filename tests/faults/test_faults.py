@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.faults.__main__ import add_counts, player_on, read_counts
-from tests.faults.play import Player
-from tests.faults.rounds import PATHS, STAGES, STAGINGS, all_kinds, pairwise, parse
+from tests.faults.play import Outcome, Player
+from tests.faults.rounds import PATHS, STAGES, STAGINGS, Round, all_kinds, pairwise, parse
 from tests.faults.stand import until
+from tests.faults.verdict import allowed
 from tests.holdings import born
 
 SEED = int(os.environ.get("FAULTS_SEED") or random.SystemRandom().randrange(1_000_000))
@@ -94,3 +95,17 @@ def test_counts_of_many_processes_at_once_add_up_and_are_never_half_a_file(tmp_p
         assert max(one.result() for one in adding) == len(rounds) + 100
     assert read_counts(path) == Counter(rounds) + Counter({rounds[0]: 100})
     assert os.listdir(tmp_path) == ["counts.json"]
+
+
+def test_a_strike_that_comes_late_may_meet_the_commit_but_an_abort_that_was_heard_may_not():
+    plan = {"form": "steps", "inflight": "keep"}
+
+    def verdicts(path: str, strike: str, **outcome) -> set[str]:
+        return allowed(Round(path, "device", "transfer", strike, 1), plan, Outcome(**outcome), False)
+
+    refused = {"ended": "refused", "reason": "UNKNOWN_UPDATE"}
+    assert verdicts("segment", "close channel", ended={"ended": "refused", "reason": ""}) == {"old", "new"}
+    assert verdicts("segment", "kill trainer", trainer_lost=True) == {"old", "new"}
+    assert verdicts("segment", "abort update", ended=refused) == {"old"}
+    assert verdicts("segment", "abort update", ended={"ended": "committed"}) == {"new"}
+    assert verdicts("tensor", "kill trainer", trainer_lost=True) == {"old"}, "there it waits to be struck"
