@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ class Trial:
         self._todo = list(mutations)
         self._num = len(mutations)
         self._free = list(copies)
-        self._under_way: dict[Path, tuple[Mutation, Run]] = {}
+        self._under_way: dict[Path, tuple[Mutation, Run, Callable[[], None]]] = {}
         self.outcomes: dict[Mutation, Outcome] = {}
 
     def run(self) -> None:
@@ -138,9 +138,10 @@ class Trial:
             while self._todo and self._free:
                 self._start(self._todo.pop(0), self._free.pop())
             time.sleep(0.05)
-            for copy, (mutation, run) in list(self._under_way.items()):
+            for copy, (mutation, run, mend) in list(self._under_way.items()):
                 if run.has_ended():
                     del self._under_way[copy]
+                    mend()
                     self._end(copy, mutation, run)
                 else:
                     run.shorten()
@@ -160,12 +161,16 @@ class Trial:
             self._tell(mutation, Outcome("BROKEN MUTATION", [], str(error)))
             return
         made = file.stat().st_mtime
-        file.write_text(broken)
-        os.utime(file, (made + 10, made + 10))  # or the bytecode of the good one may count as its own
-        self._under_way[copy] = mutation, start(copy, mutation.tests, RUN_S, stop=True)
+
+        def write(text: str, modified: float) -> None:
+            file.write_text(text)
+            os.utime(file, (modified, modified))  # or the bytecode of one text may count as the other's
+
+        write(broken, made + 10)
+        run = start(copy, mutation.tests, RUN_S, stop=True)
+        self._under_way[copy] = mutation, run, lambda: write(good, made)
 
     def _end(self, copy: Path, mutation: Mutation, run: Run) -> None:
-        shutil.copy2(ROOT / mutation.file, copy / mutation.file)
         output = (run.folder / "output").read_text(errors="replace")
         outcome = verdict(mutation, run.records(), timed_out=run.timed_out, output=output)
         outcome.seconds = time.monotonic() - run.started

@@ -145,22 +145,29 @@ def test_a_rollback_does_not_bring_old_pages_back(engine, ways, tied_dir, weight
 
 
 @pytest.mark.case("B054")
-@pytest.mark.parametrize("kind", ["running", "waiting", "paused", "many"])
-def test_a_flush_under_work_is_refused_and_an_idle_one_flushes(kind, engine):
-    engine.generate(PROMPT)
-    if kind in ("waiting", "paused"):
+@pytest.mark.parametrize("kind", ["running", "many", "paused", "waiting", "retracted"])
+def test_a_flush_of_pages_that_are_held_is_refused_and_any_other_flushes(kind, engine):
+    """What waits holds none: nothing of it has been computed, or all of it was given back."""
+    expected = engine.generate(PROMPT, 100).tokens()
+    if kind == "waiting":
         engine.call(m.Pause, mode="keep")
     requests = [engine.submit(PROMPT, max_tokens=100) for _ in range(80 if kind == "many" else 1)]
-    if kind in ("running", "many"):
+    if kind != "waiting":
         requests[0].started()
+    if kind in ("paused", "retracted"):
+        engine.call(m.Pause, mode="keep" if kind == "paused" else "retract")
+    if kind in ("running", "many", "paused"):
+        with pytest.raises(EngineError, match=r"drop pages that \d+ sequences hold") as refused:
+            engine.call(m.FlushCache)
+        assert refused.value.reason is EngineReason.BUSY
     else:
         engine.until(lambda state: state.num_waiting > 0, "it waits")
-    with pytest.raises(EngineError, match="needs an idle engine") as refused:
-        engine.call(m.FlushCache)
-    assert refused.value.reason is EngineReason.BUSY
+        assert engine.call(m.FlushCache)["num_pages"] > 0
     engine.call(m.Continue)
     for request in requests:
-        request.end()
+        assert request.end().finish() == "length"
+    assert requests[0].tokens() == expected or kind == "many"
+    assert requests[0].num_cached == (0 if kind == "waiting" else 32)
     engine.idle()
     assert engine.call(m.FlushCache)["num_pages"] > 0
     assert engine.generate(PROMPT).num_cached == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,17 +147,18 @@ def num_choices(descriptor: Descriptor, seen: tuple[str, ...] = ()) -> int:
     return max([1, *map(len, real_oneofs(descriptor).values()), *deeper])
 
 
-def fill(message: Any, payload: bytes, choice: int, depth: int = 0) -> Any:
-    """Put a payload into every bytes and string field, at every depth; numbers become 1.
+def fill(message: Any, payload: bytes, outer: int, inner: int, depth: int = 0) -> Any:
+    """Put a payload into every bytes and string field, at every depth. Numbers become 1, of what is
+    repeated there are two, so that an index of 1 leads somewhere.
 
-    choice: of each oneof the field that is set, counted around.
+    outer, inner: of each oneof the field that is set, counted around; in the message itself, and below.
     """
     descriptor: Descriptor = message.DESCRIPTOR
     left_out = {
         name
         for names in real_oneofs(descriptor).values()
         for at, name in enumerate(names)
-        if at != choice % len(names)
+        if at != (inner if depth else outer) % len(names)
     }
     for field in descriptor.fields:
         if field.name in left_out:
@@ -168,7 +170,8 @@ def fill(message: Any, payload: bytes, choice: int, depth: int = 0) -> Any:
         elif field.type == FieldDescriptor.TYPE_MESSAGE:
             if depth < 4 and not field.message_type.GetOptions().map_entry:
                 nested = getattr(message, field.name)
-                fill(nested.add() if field.is_repeated else nested, payload, choice, depth + 1)
+                for one in (nested.add(), nested.add()) if field.is_repeated else (nested,):
+                    fill(one, payload, outer, inner, depth + 1)
             continue
         else:
             value = 1
@@ -211,9 +214,12 @@ TYPED = {"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "PERMISSION_DEN
 
 
 def variants(method: MethodDescriptor, payload: bytes) -> Iterator[list[Any]]:
-    """The request with everything set, once for each choice of the oneofs in it, so that each is reached."""
+    """The request with everything set, once for each choice of the oneofs in it, so that each is reached
+    behind each other one: a target that is refused would hide what stands beside it.
+    """
     make, count = method.input_type._concrete_class, num_choices(method.input_type)
-    messages = [fill(make(), payload, choice) for choice in range(count)]
+    choices = itertools.product(range(count), repeat=2)
+    messages = [fill(make(), payload, outer, inner) for outer, inner in choices]
     for message in messages:
         yield [message, message] if method.client_streaming else [message]
     if method.client_streaming:

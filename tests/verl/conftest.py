@@ -40,8 +40,8 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def chat_model_dir(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
-    """A tiny random Llama with SmolLM2's tokenizer and chat template, float32. Read only."""
-    from tests.tiny_chat import make_chat_model
+def chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with a tokenizer and a chat template, float32. Read only."""
+    from tests.tiny_chat import byte_tokenizer, make_chat_model
 
-    return make_chat_model(tmp_path_factory.mktemp("tiny-chat"), smollm2_dir)
+    return make_chat_model(tmp_path_factory.mktemp("tiny-chat"), byte_tokenizer())
