@@ -47,8 +47,8 @@ PRELOADED = (
     "transformers.models.qwen3.modeling_qwen3",
     "typer",
 )
-RUN_S = 240.0
-"""Of one mutation's tests; a test by itself has a quarter of it."""
+RUN_S = 360.0
+"""Of one mutation's tests; a test by itself has a third of it."""
 TEARDOWN_S = 10.0
 """What is left to a run once its tests have failed."""
 
@@ -129,7 +129,7 @@ def be_child(copy: Path, tests: Sequence[str], folder: Path, *, stop: bool) -> N
         for package in PACKAGES:
             if (spec := importlib.util.find_spec(package)) is None or not is_in(spec.origin, copy):
                 raise SystemExit(f"{package} of a copy is not the copy's own")
-        options = ["-p", "no:cacheprovider", "-m", "", "--tb=short", f"--timeout={RUN_S / 4}"]
+        options = ["-p", "no:cacheprovider", "-m", "", "--tb=short", f"--timeout={RUN_S / 3}"]
         options.append(f"--basetemp={temporary / 'b'}")
         code = int(pytest.main([*options, *tests], plugins=[Watch(tests, folder / "records", stop=stop)]))
     except BaseException as error:  # noqa: BLE001 - the output is all that is left to tell
