@@ -31,10 +31,10 @@ os.environ |= {
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """Ray on this machine, with three GPUs that are not there."""
+    """Ray on this machine, with GPUs that are not there: enough for all modules, which give none back."""
     import ray
 
-    ray.init(num_cpus=16, num_gpus=3, include_dashboard=False, object_store_memory=256 << 20)
+    ray.init(num_cpus=64, num_gpus=16, include_dashboard=False, object_store_memory=256 << 20)
     yield
     ray.shutdown()
 
