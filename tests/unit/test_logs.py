@@ -22,15 +22,13 @@ log = get_log("rollout_engine.test_logs")
 
 
 @pytest.fixture
-def lines(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, own_logging: None
-) -> Callable[..., list[str]]:
+def lines(capsys: pytest.CaptureFixture[str], own_logging: None) -> Callable[..., list[str]]:
     """Log what a function logs in a form; gives the lines on stderr."""
 
     def take(form: logs.Format, function: Callable[[], object], least: logs.Level = "info") -> list[str]:
+        logging.getLogger().handlers.clear()  # pytest's: a lone surrogate in a report ends a worker of xdist
         logs.configure(form, least, "front", secrets=["", SECRET])
         function()
-        caplog.clear()  # a lone surrogate in a test's report ends a worker of pytest-xdist
         return capsys.readouterr().err.splitlines()
 
     return take
