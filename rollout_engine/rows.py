@@ -51,8 +51,9 @@ def build_batch(
     batch = ScheduleBatch(mode, weight_version=weight_version, commit_sequence=commit_sequence)
     for row, (sequence, num_tokens) in enumerate(prefills + decodes):
         _add_row(batch, row, sequence, num_tokens, limits)
-    rows = [adapters.get(sequence.adapter) for sequence, _ in prefills + decodes]
-    batch.adapters = rows if any(rows) else []
+    if adapters.held:
+        rows = [adapters.get(sequence.adapter) for sequence, _ in prefills + decodes]
+        batch.adapters = rows if any(rows) else []
     return batch
 
 

@@ -125,9 +125,9 @@ class Sequence:
     ) -> None:
         """Tokens from `start` on were sampled by these weights, through this adapter."""
         name, version = ("", 0) if adapter is None else (adapter.name, adapter.version)
-        span = Span(start, weight_version, commit_sequence, name, version)
-        if not self.spans or self.spans[-1].label != span.label:
-            self.spans.append(span)
+        last = self.spans[-1] if self.spans else None
+        if last is None or last.label != (weight_version, commit_sequence, name, version):
+            self.spans.append(Span(start, weight_version, commit_sequence, name, version))
 
     def take_output(self, weight_version: int) -> SequenceOutput:
         """Everything since the previous output, and mark it as sent."""

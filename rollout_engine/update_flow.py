@@ -202,6 +202,7 @@ class UpdateFlow:
             raise
         finally:
             self._num_working -= 1
+        self._require_open(update.update_id)  # somebody may have aborted it meanwhile
 
     def _receive(self, call_id: int, request: messages.FromAny, *, alone: bool = False) -> Flow:
         """Bring bytes in. alone: nothing else will come for the update; the worker that has brought them in

@@ -267,12 +267,12 @@ class BucketPush:
         if not self._open:
             return
         self._open = False
+        for client in self._clients:
+            with suppress(RollsyncError):
+                client.abort(self._update_id, timeout_s=10.0)  # which ends what is on its way, too
         if self._sending is not None:
             wait([self._sending])
             self._sending = None
-        for client in self._clients:
-            with suppress(RollsyncError):
-                client.abort(self._update_id, timeout_s=10.0)
 
     def free(self, *, on_gpu_only: bool = False) -> None:
         """Between two pushes: give the buckets back, once the engines have let go of them."""

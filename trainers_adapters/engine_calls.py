@@ -78,7 +78,7 @@ def _parse_state(message: pb.EngineState) -> EngineState:
     return EngineState(
         status=SERVING_STATUSES[message.status],
         released_tags=[MEMORY_TAG_WORDS[tag] for tag in message.released_tags],
-        adapters=tuple(AdapterState(**_same_fields(held, AdapterState, set())) for held in message.adapters),
+        adapters=[AdapterState(**_same_fields(held, AdapterState, set())) for held in message.adapters],
         **_same_fields(message, EngineState, {"status", "released_tags", "adapters"}),
     )
 

@@ -152,7 +152,7 @@ class EngineState:
     released_tags: list[str]
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    adapters: tuple[AdapterState, ...] = ()
+    adapters: list[AdapterState] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

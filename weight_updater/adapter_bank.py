@@ -21,6 +21,7 @@ from weight_updater.plan import NAMES_SHOWN, Plan, check_manifest
 from weight_updater.requests import AdapterModule, AdapterSpec, Manifest, TensorSpec, align
 
 SIDES = ("lora_A", "lora_B")
+MAX_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +206,14 @@ def check_spec(spec: AdapterSpec) -> None:
     """Refuse what can be right for no adapter.
 
     Raises:
-        UpdateRefused (INVALID_UPDATE): no name, a rank below 1, or a scaling that is no finite number.
+        UpdateRefused (INVALID_UPDATE): no proper name, a rank below 1, or a scaling that is not finite.
     """
-    if not spec.name:
-        raise UpdateRefused(Reason.INVALID_UPDATE, "the adapter has no name; requests choose it by one")
+    if not 0 < len(spec.name) <= MAX_NAME or not spec.name.isprintable():
+        raise UpdateRefused(
+            Reason.INVALID_UPDATE,
+            f"an adapter is called {spec.name[:MAX_NAME]!r}; requests choose it by its name, of 1 to "
+            f"{MAX_NAME} printable characters",
+        )
     modules = (AdapterModule("its modules", spec.rank, spec.scaling), *spec.modules)
     for module in modules:
         if module.rank < 1:

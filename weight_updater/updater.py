@@ -121,7 +121,8 @@ class WeightUpdater:
                 MANIFEST_MISMATCH, NO_MEMORY.
         """
         manifest = self._manifests.resolve(request)
-        if not request.adopt and self.buffers.choose(request.staging) is Staging.HOST:
+        waits = not request.adopt and request.adapter is None
+        if waits and self.buffers.choose(request.staging) is Staging.HOST:
             self.buffers.get(Staging.HOST)  # slow the first time, if it is pinned: not on the loop
         return manifest
 

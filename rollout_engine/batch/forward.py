@@ -143,9 +143,9 @@ class ForwardBatch:
         Consumes and resets the batch's one-shot overrides. Synchronises nothing.
 
         Args:
-            inputs: [3, T] int64 for input ids, positions and token slots (with a fourth row, for the
-                adapters' slots too), T at least the batch's tokens: they are written there, and what is left
-                over is padding. None makes them as long as needed.
+            inputs: [3, T] int64 for input ids, positions and token slots (a fourth row takes adapters'
+                slots), T at least the batch's tokens: they are written there, and what is left over is
+                padding. None makes them as long as needed.
         """
         seq_lens = batch.seq_lens if batch.seq_lens_cpu_cache is None else batch.seq_lens_cpu_cache
         capture, before_norm = batch.capture_hidden_mode, batch.return_hidden_states_before_norm
@@ -168,9 +168,7 @@ class ForwardBatch:
             rows, lengths, last, sampled, ids, positions, slots = runner.packer.put([*arrays, *tokens])
         else:
             rows, lengths, last, sampled = runner.packer.put(arrays)
-            if len(inputs) > len(tokens):
-                chosen = token_slots(batch.adapters or [None] * batch.batch_size, batch.extend_lens)
-                tokens = np.concatenate((tokens, chosen[None]))
+            tokens = np.concatenate((tokens, _slots_of(batch)[None]))[: len(inputs)]
             runner.packer.fill(inputs, _padded(tokens, inputs.shape[1], runner.token_to_kv_pool.padding_slot))
             ids, positions, slots = inputs[:3]
         _fill_unknown(batch, ids, pool_indices, ends, runner)
@@ -195,15 +193,22 @@ class ForwardBatch:
             sampled_pool_indices=sampled,
             capture_hidden_mode=capture,
             return_hidden_states_before_norm=before_norm,
-            adapters=rows_of(batch.adapters, batch.extend_lens, runner.packer, runner.num_adapter_slots)
-            if inputs is None
-            else None,
+            adapters=None if inputs is not None else _adapter_rows(batch, runner),
         )
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the rows, without padding behind them."""
         return sum(self.extend_lens_cpu)
+
+
+def _slots_of(batch: ScheduleBatch) -> np.ndarray:
+    """[T] int64: the slot of each token's adapter."""
+    return token_slots(batch.adapters or [None] * batch.batch_size, batch.extend_lens)
+
+
+def _adapter_rows(batch: ScheduleBatch, runner: Pools) -> AdapterRows | None:
+    return rows_of(batch.adapters, batch.extend_lens, runner.packer, runner.num_adapter_slots)
 
 
 def _padded(tokens: np.ndarray, size: int, padding_slot: int) -> np.ndarray:

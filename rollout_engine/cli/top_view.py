@@ -252,7 +252,7 @@ def as_plain(frame: Frame) -> dict[str, Any]:
         "tokens_per_second": round(rates.generated, 2),
         "prompt_tokens_per_second": round(rates.prompt, 2),
         "passes_per_second": round(rates.passes, 2),
-        "state": asdict(frame.state),
+        "state": asdict(frame.state) | {"adapters": [asdict(adapter) for adapter in frame.state.adapters]},
         "forward_counts": frame.info.forward_counts,
         "recent_updates": [asdict(update) for update in frame.info.recent_updates],
     }

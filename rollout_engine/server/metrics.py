@@ -95,6 +95,10 @@ PASSES = _define(
 
 # Weights and updates
 WEIGHT_VERSION = _define("gauge", "weight_version", "Weight version that is live.")
+ADAPTER_VERSION = _define("gauge", "adapter_version", "Version of each adapter that is held.", ("adapter",))
+ADAPTER_STALE = _define(
+    "gauge", "adapter_stale", "1 for an adapter that was pushed over other base weights.", ("adapter",)
+)
 COMMIT_SEQUENCE = _define("gauge", "commit_sequence", "Commits and rollbacks since the engine's start.")
 VERSIONS_BEHIND = _define(
     "gauge",

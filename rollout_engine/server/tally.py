@@ -140,5 +140,8 @@ class Tally:
         newest = max(self._newest_version, snapshot.weight_version, snapshot.open_update_version)
         self._newest_version = newest
         self.metrics.set(names.VERSIONS_BEHIND, newest - snapshot.weight_version)
+        held = snapshot.adapters
+        self.metrics.set_all(names.ADAPTER_VERSION, {(one.name,): float(one.version) for one in held})
+        self.metrics.set_all(names.ADAPTER_STALE, {(one.name,): float(one.stale) for one in held})
         self.metrics.set_all(names.PASSES, {(runner,): count for runner, count in work.passes.items()})
         self.metrics.set_all(names.STATE, {(state,): float(state == snapshot.status) for state in STATES})

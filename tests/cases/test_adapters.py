@@ -166,6 +166,7 @@ def test_what_arrives_is_rounded_to_the_models_dtype(tied_dir, tmp_path, model):
         source = AdapterSource(model, "math")
         reply = push(engine, ways, source)
         assert reply.received_checksum != reply.live_checksum
+        assert engine.updater.buffers._host is None, "no room for base weights to wait in was taken"
         bank, slot = engine.runner.adapters, engine.updater.adapters.book.held["math"].slot
         for key, tensor in source:
             part = bank.parts[key.rpartition(".lora_")[0]]
@@ -316,6 +317,8 @@ WRONG = {
     "rank too large": (asked(rank=RANK + 1), "MANIFEST_MISMATCH", f"ranks up to {RANK}"),
     "no rank": (asked(rank=0), "INVALID_UPDATE", "must be at least 1"),
     "no such module": (asked(modules=(ABSENT,)), "INVALID_UPDATE", "model.layers.9.self_attn.q_proj"),
+    "name": (asked(name="a\nb"), "INVALID_UPDATE", "printable characters"),
+    "no name": (asked(name=""), "INVALID_UPDATE", "printable characters"),
     "scaling": (asked(scaling=float("nan")), "INVALID_UPDATE", "must be finite"),
     "NaN": (spoilt(float("nan")), "NONFINITE", Q_A),
     "infinity": (spoilt(float("inf")), "NONFINITE", Q_A),

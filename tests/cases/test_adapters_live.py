@@ -250,10 +250,10 @@ def test_fifty_pushes_leave_no_growth_and_move_nothing(engine, ways, source):
     def rounds(count: int) -> None:
         for number in range(count):
             learn(model_of(source))
-            push(engine, ways, source, ("stream", "ipc", "disk")[number % 3])
+            push(engine, ways, source, ("stream", "segment", "disk")[number % 3])
             engine.generate(PROMPT, 1, adapter=source.name)
 
-    rounds(30)  # until the segments that this test keeps come and go
+    rounds(30)  # until what this test itself keeps comes and goes
     addresses, before, tensor_bytes = lies(), held_by("self"), bytes_of_tensors()
     rounds(50)
     after = held_by("self")

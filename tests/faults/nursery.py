@@ -12,6 +12,7 @@ of the connection goes away first, the child is killed, and when stdin ends, all
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import json
@@ -28,6 +29,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 STUB = Path(__file__).with_name("stub.py")
 START_SECONDS = 120.0
 
@@ -143,7 +146,11 @@ def nursery(work_dir: Path, model_dir: Path | None = None) -> Iterator[Nursery]:
     finally:
         assert process.stdin is not None
         process.stdin.close()
-        process.wait(20)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:  # it still imports
+            process.kill()
+            process.wait()
 
 
 # ---------------------------------------------------------------- the process
@@ -242,6 +249,7 @@ class _Parent:
                 os.close(pidfd)
             self._selector.close()
             os.setsid()
+            die_with_parent()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             faulthandler.register(signal.SIGUSR1, all_threads=True)  # a hung process tells where
             code = self._roles[role](fds, control=self._control, stub=self._stub, **arguments)
@@ -254,6 +262,14 @@ class _Parent:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+
+def die_with_parent() -> None:
+    """CHILD. Whoever kills the nursery, a time limit for example, must not leave engines running."""
+    parent = os.getppid()
+    assert LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) == 0, "prctl failed"
+    if parent == 1 or os.getppid() != parent:
+        os._exit(70)
 
 
 def main(path: str, stub: str, model_dir: str = "") -> None:

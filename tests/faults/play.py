@@ -19,7 +19,6 @@ from trainers_adapters import TensorStream, push_weights
 STALL_S = 1.5 * LEASE_S
 SILENCED = ("kill trainer", "stop trainer", "close channel", "stop engine")
 """After these the lease ends the update, or may; in other rounds it is too long to end one by accident."""
-FETCHED = ("disk", "segment", "ipc")
 
 
 @dataclass
@@ -121,10 +120,9 @@ class Player:
                 moved = message["moved"]
             elif "at" in message:
                 outcome.stopped = True
-                passing = round_.stage == "commit" or (round_.stage == "transfer" and round_.path in FETCHED)
-                if passing:
+                if round_.passes:
                     time.sleep(delay + (0.02 if round_.path == "disk" and round_.stage != "commit" else 0))
-                self._strike(round_, trainer, client, outcome, passing)
+                self._strike(round_, trainer, client, outcome)
                 if outcome.trainer_lost or outcome.engine_lost:
                     break
             else:
@@ -135,9 +133,7 @@ class Player:
         )
         return moved
 
-    def _strike(
-        self, round_: Round, trainer: Forked, client: Forked, outcome: Outcome, passing: bool
-    ) -> None:
+    def _strike(self, round_: Round, trainer: Forked, client: Forked, outcome: Outcome) -> None:
         stand, strike = self._stand, round_.strike
         if strike == "kill trainer":
             trainer.kill()
@@ -175,7 +171,7 @@ class Player:
             reply = stand.weights.rollback()
             self._ledger.rolled_back(reply)
             outcome.rolled_back = True
-        if not passing and strike != "close channel":
+        if not round_.passes and strike != "close channel":
             trainer.say("go")
 
     # ------------------------------------------------------------ after it

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 PATHS = ("disk", "distributed", "tensor", "segment", "ipc", "adopt")
+FETCHED = ("disk", "segment", "ipc")
+"""Paths whose bytes the engine gets by itself, in one call."""
 STAGINGS = ("none", "host", "device")
 STAGES = ("start", "staging", "begun", "transfer", "sent", "prepared", "commit", "committed")
 STRIKES = (
@@ -52,6 +54,11 @@ class Round:
         return " / ".join((self.path, self.staging, self.stage, self.strike))
 
     @property
+    def passes(self) -> bool:
+        """Whether the trainer does not wait to be struck: a call is under way, and goes on meanwhile."""
+        return self.stage == "commit" or (self.stage == "transfer" and self.path in FETCHED)
+
+    @property
     def line(self) -> str:
         return f'python -m tests.faults repeat "{self.key} / {self.seed}"'
 
@@ -78,7 +85,7 @@ def can_be(path: str, staging: str, stage: str, strike: str) -> bool:
     if strike in ("slow read", "read error"):
         return path == "disk" and stage == "transfer"
     if strike == "full":
-        return path in ("disk", "segment", "ipc", "adopt") and stage == "staging"
+        return path in (*FETCHED, "adopt") and stage == "staging"
     if strike == "roll back":
         return stage == "committed" and path != "adopt" and staging != "none"
     if strike == "none":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.faults.__main__ import add_counts, player_on, read_counts
-from tests.faults.play import Player
-from tests.faults.rounds import PATHS, STAGES, STAGINGS, all_kinds, pairwise, parse
+from tests.faults.play import Outcome, Player
+from tests.faults.rounds import PATHS, STAGES, STAGINGS, Round, all_kinds, pairwise, parse
+from tests.faults.stand import until
+from tests.faults.verdict import allowed
+from tests.holdings import born
 
 SEED = int(os.environ.get("FAULTS_SEED") or random.SystemRandom().randrange(1_000_000))
 """FAULTS_SEED=N runs the same rounds again."""
@@ -60,6 +65,26 @@ def test_the_rounds_of_a_run_cover_all_pairs():
     assert {kind[2] for kind in kinds} == set(STAGES)
 
 
+def test_what_a_nursery_forked_ends_when_it_is_killed():
+    code = """
+import os, time
+from tests.faults.nursery import die_with_parent
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    die_with_parent()
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(process.stdout.readline())
+    assert born(child)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    until(lambda: not born(child), "the child ends with its parent")
+
+
 def test_counts_of_many_processes_at_once_add_up_and_are_never_half_a_file(tmp_path):
     path, rounds = tmp_path / "counts.json", [round_.key for round_ in pairwise(1, at_least=40)]
     add_counts(Counter(rounds), path)
@@ -70,3 +95,17 @@ def test_counts_of_many_processes_at_once_add_up_and_are_never_half_a_file(tmp_p
         assert max(one.result() for one in adding) == len(rounds) + 100
     assert read_counts(path) == Counter(rounds) + Counter({rounds[0]: 100})
     assert os.listdir(tmp_path) == ["counts.json"]
+
+
+def test_a_strike_that_comes_late_may_meet_the_commit_but_an_abort_that_was_heard_may_not():
+    plan = {"form": "steps", "inflight": "keep"}
+
+    def verdicts(path: str, strike: str, **outcome) -> set[str]:
+        return allowed(Round(path, "device", "transfer", strike, 1), plan, Outcome(**outcome), False)
+
+    refused = {"ended": "refused", "reason": "UNKNOWN_UPDATE"}
+    assert verdicts("segment", "close channel", ended={"ended": "refused", "reason": ""}) == {"old", "new"}
+    assert verdicts("segment", "kill trainer", trainer_lost=True) == {"old", "new"}
+    assert verdicts("segment", "abort update", ended=refused) == {"old"}
+    assert verdicts("segment", "abort update", ended={"ended": "committed"}) == {"new"}
+    assert verdicts("tensor", "kill trainer", trainer_lost=True) == {"old"}, "there it waits to be struck"

@@ -100,6 +100,8 @@ def allowed(round_: Round, plan: dict, outcome: Outcome, moved: bool) -> set[str
         return {"new"}
     if round_.stage == "commit" or (plan["form"] == "one call" and round_.stage == "transfer"):
         may_be |= {"new"}
+    if round_.passes and round_.strike in ("close channel", "kill trainer"):
+        may_be |= {"new"}  # it came late, when the commit was asked for already, and nobody heard the reply
     if round_.strike == "stop engine":
         may_be |= {"new"}
     if round_.path == "tensor" and round_.strike == "close channel" and round_.stage == "begun":

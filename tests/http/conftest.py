@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines import RunningEngine, serve
 from tests.http.facade import Answer, facade, fetch
@@ -32,7 +33,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def engine(model_dir: Path, root: Path) -> Iterator[RunningEngine]:
-    with serve(model_dir, "--weights-root", str(root), "--num-pages", "64", forked=True) as running:
+    with serve(
+        model_dir, "--weights-root", str(root), "--num-pages", "64", "--max-adapters", "2", forked=True
+    ) as running:
         yield running
 
 
@@ -48,3 +51,19 @@ def trained(model_dir: Path) -> Any:
     model = load_reference(model_dir)
     train(model, 5)
     return model
+
+
+@pytest.fixture(scope="package")
+def adapter_dir(model_dir: Path, root: Path) -> Path:
+    """A LoRA adapter as PEFT saves it, below the root."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(load_reference(model_dir), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(root / "adapter")
+    return root / "adapter"

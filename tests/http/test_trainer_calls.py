@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.http.trainer_calls import BY_TRAINER, DIRECTORY, ELSEWHERE, SERVED
+from tests.http.trainer_calls import ADAPTER, BY_TRAINER, DIRECTORY, ELSEWHERE, SERVED
 from trainers_adapters import ModuleSource
 from trainers_adapters.http_facade.elsewhere import ELSEWHERE as OTHER_WAYS
 from weight_updater.safetensors_io import save_weights
@@ -16,13 +16,17 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text()
 
 
 @pytest.mark.parametrize("trainer", BY_TRAINER)
-def test_what_a_trainer_calls_is_answered_as_it_reads_it(trainer, call, engine, root, trained):
+def test_what_a_trainer_calls_is_answered_as_it_reads_it(trainer, call, engine, root, trained, adapter_dir):
     directory = str(root / trainer)
     save_weights(directory, ModuleSource(trained))
+    meant = {DIRECTORY: directory, ADAPTER: str(adapter_dir)}
     for one in BY_TRAINER[trainer]:
         body = one.body
         if isinstance(body, dict):
-            body = {name: directory if value == DIRECTORY else value for name, value in body.items()}
+            body = {
+                name: meant.get(value, value) if isinstance(value, str) else value
+                for name, value in body.items()
+            }
         status, answer = call(one.path, body)
         if one.here == ELSEWHERE:
             assert (status, answer["error"]["type"]) == (501, "NOT_SERVED_HERE"), one
@@ -51,6 +55,5 @@ def test_every_path_that_has_another_way_is_one_that_a_trainer_calls_or_vllm_nam
         "/start_weight_update",
         "/stop_profile",
         "/tokenize",
-        "/unload_lora_adapter",
         "/v1/chat/completions/render",
     }

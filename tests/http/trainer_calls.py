@@ -23,7 +23,7 @@ SERVED, ELSEWHERE = "yes", "other way"
 class TrainerCall:
     """One call. body: None makes it a GET. read: raises if the answer lacks what the trainer reads of it.
 
-    DIRECTORY in a body stands for a directory of weights below the root.
+    DIRECTORY and ADAPTER in a body stand for directories of weights and of an adapter below the root.
     """
 
     trainer: str
@@ -37,7 +37,7 @@ class TrainerCall:
         return self.call.split(" ")[1]
 
 
-DIRECTORY = "<directory>"
+DIRECTORY, ADAPTER = "<directory>", "<adapter>"
 
 
 def reads_sglang_tokens(answer: Any) -> None:
@@ -250,6 +250,22 @@ AREAL = (
         },
         read=reads_sglang_tokens,
     ),
+    TrainerCall(
+        "AReaL", "POST /load_lora_adapter", {"lora_name": "lora-v1", "lora_path": ADAPTER}, read=reads_success
+    ),
+    TrainerCall(
+        "AReaL",
+        "POST /generate (adapter)",
+        {
+            "input_ids": PROMPT,
+            "image_data": [],
+            "sampling_params": AREAL_SAMPLING,
+            "return_logprob": True,
+            "stream": False,
+            "lora_path": "lora-v1",
+        },
+        read=reads_sglang_tokens,
+    ),
     TrainerCall("AReaL", "POST /release_memory_occupation", {}),
     TrainerCall("AReaL", "POST /resume_memory_occupation", {"tags": ["weights", "kv_cache"]}),
     TrainerCall("AReaL", "POST /pause_generation", {}),
@@ -320,7 +336,14 @@ SKYRL = (
     TrainerCall("SkyRL", "POST /collective_rpc", {"method": "skyrl_start_weight_update"}, ELSEWHERE),
     TrainerCall("SkyRL", "POST /fetch_weights", {"target_version": 1}, ELSEWHERE),
     TrainerCall("SkyRL", "POST /skyrl/v1/generate", {"token_ids": PROMPT}, ELSEWHERE),
-    TrainerCall("SkyRL", "POST /skyrl/v1/load_lora_adapter", {"lora_name": "a"}, ELSEWHERE),
+    TrainerCall("SkyRL", "POST /skyrl/v1/load_lora_adapter", {"lora_name": "lora", "lora_path": ADAPTER}),
+    TrainerCall(
+        "SkyRL",
+        "POST /inference/v1/generate (adapter)",
+        {"sampling_params": SKYRL_SAMPLING, "model": "lora", "token_ids": PROMPT},
+        read=reads_vllm_top,
+    ),
+    TrainerCall("SkyRL", "POST /v1/unload_lora_adapter", {"lora_name": "lora"}),
     TrainerCall("SkyRL", "POST /v1/chat/completions", {"messages": []}, ELSEWHERE),
 )
 PRIME_RL = (
@@ -363,7 +386,9 @@ PRIME_RL = (
     TrainerCall("prime-rl", "POST /resume", {}),
     TrainerCall("prime-rl", "GET /liveness"),
     TrainerCall("prime-rl", "POST /init_broadcaster", {"host": "h", "port": 1}, ELSEWHERE),
-    TrainerCall("prime-rl", "POST /v1/unload_lora_adapter", {"lora_name": "a"}, ELSEWHERE),
+    TrainerCall("prime-rl", "POST /load_lora_adapter", {"lora_name": "r1", "lora_path": ADAPTER}),
+    TrainerCall("prime-rl", "POST /load_lora_adapter (again)", {"lora_name": "r1", "lora_path": ADAPTER}),
+    TrainerCall("prime-rl", "POST /v1/unload_lora_adapter", {"lora_name": "r1"}),
 )
 
 BY_TRAINER = {calls[0].trainer: calls for calls in (SLIME, MILES, AREAL, SKYRL, PRIME_RL)}

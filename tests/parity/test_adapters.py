@@ -14,7 +14,7 @@ from trainers_adapters import AdapterSource
 
 TOLERANCE = 1e-4
 PROMPTS = [[5, 6, 7], list(range(10, 47)), [9] * 16, [3]]
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 
 
 @pytest.fixture(

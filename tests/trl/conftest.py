@@ -40,9 +40,11 @@ def show(request: pytest.FixtureRequest) -> Callable[[str], None]:
 @pytest.fixture(scope="session")
 def chat_model_dir(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
     """A tiny random Llama with SmolLM2's tokenizer and chat template, float32. Read only."""
+    from transformers import AutoTokenizer
+
     from tests.tiny_chat import make_chat_model
 
-    return make_chat_model(tmp_path_factory.mktemp("tiny-chat"), smollm2_dir)
+    return make_chat_model(tmp_path_factory.mktemp("tiny-chat"), AutoTokenizer.from_pretrained(smollm2_dir))
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ def lines(capsys: pytest.CaptureFixture[str], own_logging: None) -> Callable[...
     """Log what a function logs in a form; gives the lines on stderr."""
 
     def take(form: logs.Format, function: Callable[[], object], least: logs.Level = "info") -> list[str]:
+        logging.getLogger().handlers.clear()  # pytest's: a lone surrogate in a report ends a worker of xdist
         logs.configure(form, least, "front", secrets=["", SECRET])
         function()
         return capsys.readouterr().err.splitlines()

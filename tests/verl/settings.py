@@ -19,6 +19,7 @@ ON_CPU = (
     "+actor_rollout_ref.rollout.engine_kwargs.rollsync.serve.num_pages=256",
     "+actor_rollout_ref.rollout.engine_kwargs.rollsync.serve.num_threads=1",
     "actor_rollout_ref.rollout.agent.num_workers=1",
+    "data.dataloader_num_workers=0",
     "reward.num_workers=1",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
 )
@@ -27,7 +28,7 @@ ON_CPU = (
 ROLLOUT = (
     "actor_rollout_ref.rollout.name=rollsync",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-    "actor_rollout_ref.rollout.prompt_length=64",
+    "actor_rollout_ref.rollout.prompt_length=160",
     "actor_rollout_ref.rollout.response_length=32",
     "actor_rollout_ref.rollout.nnodes=1",
 )

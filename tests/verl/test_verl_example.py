@@ -15,7 +15,12 @@ from tests.verl.settings import ON_CPU
 pytestmark = pytest.mark.verl
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-RAY = ("ray_kwargs.ray_init.num_cpus=16", "+ray_kwargs.ray_init.num_gpus=1")
+RAY = (
+    "ray_kwargs.ray_init.num_cpus=16",
+    "+ray_kwargs.ray_init.num_gpus=1",
+    "+ray_kwargs.ray_init.include_dashboard=false",
+    "+ray_kwargs.ray_init.object_store_memory=268435456",
+)
 
 
 @pytest.mark.timeout(1500)
@@ -25,6 +30,7 @@ def test_the_documented_program_trains_and_its_samples_are_of_its_weights(chat_m
         [
             *(*command, *ON_CPU, *RAY),
             "trainer.total_training_steps=3",
+            "data.max_prompt_length=160",  # the tiny model's tokens are bytes
             "actor_rollout_ref.actor.optim.lr=1e-2",
             f"reward.custom_reward_function.path={REPOSITORY / 'tests' / 'verl' / 'reward.py'}",
         ],

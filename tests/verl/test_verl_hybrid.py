@@ -17,7 +17,7 @@ from trainers_adapters import RollsyncError, WeightsClient
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(900)]
 
-PROMPT = [1, 4093, 198, 1780, 314, 216, 34, 27, 35, 47]
+PROMPT = [256, 93, 198, 180, 14, 216, 34, 27, 35, 47]
 SAMPLING = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 HELD = "model.norm.weight"
 

@@ -149,6 +149,9 @@ def engine_info(num_steps: int) -> m.EngineInfo:
         weights_path="/models/fake",
         max_running_requests=64,
         weights_address=4096,
+        max_adapters=4,
+        max_adapter_rank=16,
+        adapter_bytes=4096,
     )
 
 

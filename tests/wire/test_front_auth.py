@@ -78,7 +78,7 @@ def test_every_call_needs_the_token(front, service, method, metadata):
 def test_every_call_passes_with_the_token(front):
     for service, method in METHODS:
         assert call(front, service, method, BEARER) is not grpc.StatusCode.UNAUTHENTICATED, method.name
-    assert len(METHODS) == 11 + 16
+    assert len(METHODS) == 11 + 17
 
 
 def test_health_is_open_and_reflection_is_not(front):

@@ -25,7 +25,8 @@ class EngineKwargs:
     serve: flags of `rollsync serve` for engines that are started, for example {num_pages: 4096}.
     path: ipc, tensor, or auto (ipc where the engine is on the pushing process's host).
     staging, inflight: as push_weights takes them; staging none is refused.
-    timeout_s: seconds that one call of a push, or one generation, may take. start_s: to start an engine.
+    timeout_s: seconds that one call of a push may take. request_s: one generation. start_s: the start of an
+        engine.
     """
 
     addresses: tuple[str, ...] = ()
@@ -35,6 +36,7 @@ class EngineKwargs:
     staging: str = "auto"
     inflight: str = "wait"
     timeout_s: float = 600.0
+    request_s: float = 7200.0
     start_s: float = 300.0
 
     @classmethod

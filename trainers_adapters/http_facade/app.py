@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 
 from trainers_adapters.connection import Tls
 from trainers_adapters.errors import RollsyncError
-from trainers_adapters.http_facade import areal, elsewhere, sglang, vllm
+from trainers_adapters.http_facade import adapters, areal, elsewhere, sglang, vllm
 from trainers_adapters.http_facade.engine import Engine
 
 OPEN_PATHS = {"/health", "/liveness"}
@@ -59,7 +59,7 @@ def create_app(
             yield
 
     app = FastAPI(title="rollsync", lifespan=lifespan, docs_url=None, redoc_url=None)
-    for module in (sglang, vllm, areal, elsewhere):
+    for module in (sglang, vllm, adapters, areal, elsewhere):
         app.include_router(module.router)
     app.add_exception_handler(RollsyncError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -76,6 +76,7 @@ class SglangGenerate(Body):
     top_logprobs_num: int = Field(default=0, ge=0)
     stream: bool = False
     priority: int = 0
+    lora_path: str | None = None  # the name of an adapter
     # Callers say that they want none of these.
     image_data: Nothing = None
     return_routed_experts: Literal[False] = False
@@ -254,6 +255,20 @@ class WeightDir(Body):
     weight_dir: str | None = None
     weight_version: str | int | None = None
     update_info: Any = None
+
+
+class AdapterName(Body):
+    """/unload_lora_adapter."""
+
+    lora_name: str
+
+
+class LoadAdapter(AdapterName):
+    """/load_lora_adapter: a directory as PEFT saves it, below a weights root of the engine."""
+
+    lora_path: str
+    load_inplace: bool = True  # it always replaces one of that name
+    pinned: bool = True  # none is ever moved away
 
 
 class ResetBody(Body):

@@ -17,7 +17,10 @@ PUSH = (
     "push with trainers_adapters.push_weights(source, client, path='ipc', 'tensor' or 'distributed') over "
     "gRPC, or name a directory with /update_weights_from_disk or /update_weights"
 )
-MERGED = "push the merged weights (trainers_adapters.PeftSource, docs/lora.md)"
+ADAPTER = (
+    "push the adapter (trainers_adapters.AdapterSource, docs/lora.md) over gRPC, or name its directory with "
+    "/load_lora_adapter"
+)
 IDS = "render the chat with the model's tokenizer and send ids to /generate or /inference/v1/generate"
 ONE_MANIFEST = (
     "an update agrees on all of its tensors before a byte moves, and this call brings bytes without them"
@@ -26,7 +29,7 @@ ONE_MANIFEST = (
 ELSEWHERE: dict[str, tuple[str, str]] = {
     # Pickles
     "/update_weights_from_tensor": ("it carries pickled tensors, and nothing is unpickled here", PUSH),
-    "/load_lora_adapter_from_tensors": ("it carries pickled tensors, and nothing is unpickled here", MERGED),
+    "/load_lora_adapter_from_tensors": ("it carries pickled tensors, and nothing is unpickled here", ADAPTER),
     "/collective_rpc": (
         "it runs any method with pickled arguments, and nothing is unpickled here",
         "every call that a trainer needs has a path, or a gRPC method, of its own; " + PUSH,
@@ -53,12 +56,9 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         "a weight version changes by the commit of an update alone",
         "give weight_version to the update itself",
     ),
-    # Adapters by themselves
-    "/load_lora_adapter_from_distributed": ("adapters do not come by broadcast here", MERGED),
-    "/unload_lora_adapter": ("no adapter is loaded here", MERGED),
-    "/v1/unload_lora_adapter": ("no adapter is loaded here", MERGED),
-    "/skyrl/v1/load_lora_adapter": ("adapters are not loaded by path here", MERGED),
-    "/areal_update_weights_lora": ("adapters are not loaded by path here", MERGED),
+    # Adapters by other ways than a directory
+    "/load_lora_adapter_from_distributed": ("adapters do not come by broadcast here", ADAPTER),
+    "/areal_update_weights_lora": ("adapters are loaded by other paths here", ADAPTER),
     # Generation
     "/v1/chat/completions": ("chats are not rendered here", IDS),
     "/v1/chat/completions/render": ("chats are not rendered here", IDS),

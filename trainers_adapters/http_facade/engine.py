@@ -14,7 +14,16 @@ from trainers_adapters.connection import Tls
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.results import Completion
 from trainers_adapters.rollout_calls import Request
-from weight_updater.requests import BeginUpdate, Inflight, Manifest, Path, Recapture, TensorSpec, UpdateReply
+from weight_updater.requests import (
+    AdapterSpec,
+    BeginUpdate,
+    Inflight,
+    Manifest,
+    Path,
+    Recapture,
+    TensorSpec,
+    UpdateReply,
+)
 
 
 @dataclass
@@ -61,6 +70,7 @@ class Engine:
                     request.prompt,
                     request_id=request.request_id,
                     priority=request.priority,
+                    adapter=request.adapter or "",
                     return_text=self.writes_text,
                     **request.sampling,
                 ):
@@ -93,6 +103,37 @@ class Engine:
             recapture=recapture,
         )
         return await self.weights.update_from_disk(begin, directory)
+
+    async def load_adapter(self, name: str, directory: str) -> UpdateReply:
+        """Make the adapter of a directory live under a name, in one call."""
+        begin = BeginUpdate(
+            path=Path.DISK,
+            directory=directory,
+            adapter=AdapterSpec(name),
+            inflight=await self._inflight(abort_all=False),
+        )
+        return await self.weights.update_from_disk(begin, directory)
+
+    async def adapter_of(self, model: str | None) -> str | None:
+        """The adapter that a caller's `model` names; None: the base model.
+
+        Raises:
+            RollsyncError: the name is neither an adapter's nor one of the model's.
+        """
+        if not model or model in self.model_names:
+            return None
+        info = await self.rollout.info()
+        if model == info.model_path:
+            return None
+        held = [adapter.name for adapter in info.state.adapters]
+        if model in held:
+            return model
+        raise RollsyncError(
+            "NOT_FOUND",
+            "UNKNOWN_MODEL",
+            f"model {model!r} is neither an adapter ({', '.join(held) or 'none is held'}) nor a name of the "
+            f"served model ({', '.join([info.model_path, *self.model_names])}); --model-name adds one",
+        )
 
     async def update_from_distributed(
         self,

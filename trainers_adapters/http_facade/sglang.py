@@ -70,7 +70,7 @@ def _requests(body: SglangGenerate) -> list[Request]:
     samplings = _each(body.sampling_params, len(prompts))
     rids = _each(body.rid or "", len(prompts))
     return [
-        Request(prompt, _sampling(sampling, body), rid, body.priority)
+        Request(prompt, _sampling(sampling, body), rid, body.priority, adapter=body.lora_path)
         for prompt, sampling, rid in zip(prompts, samplings, rids, strict=True)
     ]
 
@@ -104,6 +104,8 @@ def _answer(completion: Completion, body: SglangGenerate, prompt: str | list[int
         "weight_version": str(completion.weight_version),
         "weight_versions": completion.weight_versions,
     }
+    if body.lora_path:
+        meta["adapter_versions"] = completion.adapter_versions
     if body.return_logprob:
         meta["output_token_logprobs"] = [
             [logprob, token, None]

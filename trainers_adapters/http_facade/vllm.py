@@ -36,6 +36,7 @@ async def generate(body: VllmGenerate, engine: OfEngine) -> dict[str, Any]:
         body.token_ids,
         request_id=body.request_id,
         priority=body.priority,
+        adapter=await engine.adapter_of(body.model) or "",
         **body.sampling_params.to_sampling(),
     )
     answer: dict[str, Any] = {
@@ -55,6 +56,7 @@ def _choice(completion: Completion) -> dict[str, Any]:
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "weight_versions": completion.weight_versions,
+        "adapter_versions": completion.adapter_versions,
         "logprobs": {
             "content": [
                 _named(token, logprob) | {"top_logprobs": [_named(*one) for one in top]}
@@ -76,7 +78,8 @@ def _named(token: int, logprob: float) -> dict[str, Any]:
 @router.post("/v1/completions")
 async def completions(body: VllmCompletion, engine: OfEngine) -> dict[str, Any]:
     sampling, prompts = body.to_sampling(), body.prompts
-    groups = await engine.generate([Request(prompt, sampling) for prompt in prompts])
+    adapter = await engine.adapter_of(body.model)
+    groups = await engine.generate([Request(prompt, sampling, adapter=adapter) for prompt in prompts])
     choices: list[dict[str, Any]] = []
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
@@ -134,7 +137,8 @@ async def health(engine: OfEngine) -> Response:
 @router.get("/v1/models")
 async def models(engine: OfEngine) -> dict[str, Any]:
     info = await engine.rollout.info()
-    names = dict.fromkeys([info.model_path, *engine.model_names])
+    held = [adapter.name for adapter in info.state.adapters]
+    names = dict.fromkeys([info.model_path, *engine.model_names, *held])
     return {
         "object": "list",
         "data": [{"id": name, "object": "model", "max_model_len": info.context_length} for name in names],
@@ -224,11 +228,3 @@ async def update_weights(body: WeightDir, engine: OfEngine) -> dict[str, Any]:
     if body.weight_dir is None:
         raise not_here("this path takes a weight_dir and no transfer of vLLM's own", PUSH)
     return told(await engine.update_from_disk(body.weight_dir, body.weight_version))
-
-
-@router.post("/load_lora_adapter")
-@router.post("/v1/load_lora_adapter")
-async def load_lora_adapter() -> None:
-    raise not_here(
-        "adapters are not loaded by path here", "push the merged weights (trainers_adapters, docs/lora.md)"
-    )

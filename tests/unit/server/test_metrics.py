@@ -284,6 +284,16 @@ def test_a_snapshot_is_read_when_asked():
     assert values.number(names.STATE, "paused") == 1
 
 
+def test_adapters_are_shown_as_long_as_they_are_held():
+    tally = Tally(Clock())
+    both = [m.AdapterState("math", 3, 8, 1, False, 2), m.AdapterState("code", 1, 4, 1, True, 0)]
+    values = tally.values(snapshot(adapters=both))
+    assert values.numbers[names.ADAPTER_VERSION] == {("math",): 3, ("code",): 1}
+    assert values.numbers[names.ADAPTER_STALE] == {("math",): 0, ("code",): 1}
+    values = tally.values(snapshot(adapters=both[:1]))
+    assert values.numbers[names.ADAPTER_VERSION] == {("math",): 3}
+
+
 def record(**changes: Any) -> UpdateRecord:
     fields: dict[str, Any] = {
         "update_id": "u",

@@ -5,12 +5,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.preloaded import interpreter
 from tests.unit.weight_updater.gloo_ends import GroupRegistryScope
+from weight_updater import gloo_parent
 from weight_updater.groups import GroupRegistry
 
 
 @pytest.fixture
-def registry() -> Iterator[GroupRegistry]:
+def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[GroupRegistry]:
+    """Its groups' children are forked: they come and go, and each would import torch."""
+    command = (interpreter(), *gloo_parent.CHILD_COMMAND[1:])
+    monkeypatch.setattr(gloo_parent, "CHILD_COMMAND", command)
     with GroupRegistryScope() as found:
         yield found
 

@@ -145,6 +145,15 @@ def children_of_this_process() -> list[int]:
     ]
 
 
+def group_children() -> list[int]:
+    """Those of them that receive for a group."""
+    return [
+        child
+        for child in children_of_this_process()
+        if "gloo_child" in Path(f"/proc/{child}/cmdline").read_text()
+    ]
+
+
 def mapped_segments() -> list[str]:
     """Shared-memory segments that this process maps; a name that is gone ends with "(deleted)"."""
     maps = Path("/proc/self/maps").read_text().splitlines()

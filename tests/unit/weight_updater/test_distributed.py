@@ -15,9 +15,9 @@ import torch
 from tests.unit.weight_updater.gloo_ends import (
     LOOPBACK,
     FakeSink,
-    children_of_this_process,
     eventually,
     free_port,
+    group_children,
     join,
     manifest_of,
     mapped_segments,
@@ -148,7 +148,7 @@ def test_the_death_of_the_receiving_process_reaches_both_sides(registry, pool) -
     tensors = {"a": torch.ones(5000)}
 
     def kill_child() -> None:
-        for child in children_of_this_process():
+        for child in group_children():
             os.kill(child, signal.SIGKILL)
 
     with join(registry, pool) as sender:

@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.holdings import open_paths
 from weight_updater import from_disk
 from weight_updater.arena import Arena, SlotSpec, StorageSpec, WeightTarget
 from weight_updater.errors import Reason, UpdateRefused
@@ -50,10 +51,6 @@ def receive(directory: Path, manifest: Manifest, **options) -> FakeSink:
     return sink
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 200])
 def test_every_byte_comes_once(
@@ -61,13 +58,13 @@ def test_every_byte_comes_once(
 ) -> None:
     monkeypatch.setattr(from_disk, "CHUNK_BYTES", 64)
     save_weights(str(tmp_path), weights().items(), max_shard_bytes=max_shard_bytes)
-    before, threads = open_files(), threading.active_count()
+    before, threads = open_paths(), threading.active_count()
     manifest = from_disk.read_manifest(str(tmp_path))
     sink = receive(tmp_path, manifest, num_threads=num_threads)
     for spec, data in zip(manifest.tensors, sink.tensors, strict=True):
         assert data.equal(weights()[spec.name].view(-1).view(torch.uint8)), spec.name
     assert sum(size for _, _, size in sink.spans) == manifest.nbytes
-    assert open_files() == before
+    assert open_paths() == before
     assert threading.active_count() == threads
 
 
@@ -132,13 +129,13 @@ def replace(file: Path) -> None:
 @pytest.mark.parametrize("meddle", [truncate, overwrite, replace, Path.unlink])
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, meddle) -> None:
     save_weights(str(tmp_path), weights().items())
-    before = open_files()
+    before = open_paths()
     manifest = from_disk.read_manifest(str(tmp_path))
     sink = MeddlingSink(manifest, lambda: meddle(tmp_path / SINGLE))
     with pytest.raises(UpdateRefused, match=SINGLE) as caught:
         from_disk.receive(FromDisk("u", str(tmp_path)), manifest, sink, num_threads=1)
     assert caught.value.reason is Reason.FILE_CORRUPT
-    assert open_files() == before
+    assert open_paths() == before
 
 
 def test_an_error_of_the_sink_stops_all_readers(tmp_path: Path) -> None:
@@ -148,12 +145,12 @@ def test_an_error_of_the_sink_stops_all_readers(tmp_path: Path) -> None:
     def refuse() -> None:
         raise UpdateRefused(Reason.TIMEOUT, "the lease ran out")
 
-    before = open_files()
+    before = open_paths()
     with pytest.raises(UpdateRefused, match="the lease ran out"):
         from_disk.receive(
             FromDisk("u", str(tmp_path)), manifest, MeddlingSink(manifest, refuse), num_threads=2
         )
-    assert open_files() == before
+    assert open_paths() == before
 
 
 @pytest.mark.case("B048")

@@ -12,6 +12,7 @@ from pathlib import Path as FilePath
 import pytest
 import torch
 
+from tests.preloaded import ForkedCommand
 from tests.unit.weight_updater.tiny_target import (
     EMBED,
     HEAD,
@@ -22,6 +23,7 @@ from tests.unit.weight_updater.tiny_target import (
     weights,
     whole,
 )
+from weight_updater import gloo_parent
 from weight_updater.checksum import checksum, fold_by_name
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.groups import SenderGroup
@@ -46,7 +48,8 @@ Work = Callable[[str], Receive]
 
 
 @pytest.fixture
-def updater(tmp_path: FilePath) -> Iterator[WeightUpdater]:
+def updater(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightUpdater]:
+    monkeypatch.setattr(gloo_parent, "CHILD_COMMAND", ForkedCommand(gloo_parent.CHILD_COMMAND))
     made = WeightUpdater(
         TinyTarget(), lease_s=60.0, roots=[str(tmp_path)], device_staging=True, initial_version=4
     )

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.holdings import open_paths
 from weight_updater.checksum import checksum
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.safetensors_header import CHECKSUMS_KEY, Headers
@@ -45,11 +46,11 @@ def load(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def refused(directory: Path, reason: Reason) -> str:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_paths()
     with pytest.raises(UpdateRefused) as caught:
         read_headers(str(directory))
     assert caught.value.reason is reason, caught.value.message
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_paths() == before
     return caught.value.message
 
 

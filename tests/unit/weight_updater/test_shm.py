@@ -11,13 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.holdings import open_paths
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import ShmSegment
 from weight_updater.shm import SharedSegment, sweep
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def mapped(segment: SharedSegment) -> bool:
@@ -52,17 +49,18 @@ def test_the_file_is_private() -> None:
 
 
 def test_descriptors_mappings_and_names_are_given_back() -> None:
-    before = open_files()
+    before = open_paths()
     for _ in range(50):
         with SharedSegment.create(1 << 16, owner_lock=True) as ours, SharedSegment.open(ours.descriptor):
             pass
         assert not exists(ours)
         assert not mapped(ours)
-    assert open_files() == before
+    assert open_paths() == before
 
 
 def test_a_living_view_keeps_only_the_mapping() -> None:
-    before = open_files()
+    gc.collect()  # of what tests before left
+    before = open_paths()
     segment = SharedSegment.create(4096)
     view = np.frombuffer(segment.buf, dtype=np.uint8)
     segment.close()
@@ -73,7 +71,7 @@ def test_a_living_view_keeps_only_the_mapping() -> None:
     del view
     gc.collect()
     assert not mapped(segment)
-    assert open_files() == before
+    assert open_paths() == before
 
 
 def test_allocation_ids_are_new() -> None:
@@ -118,7 +116,7 @@ def test_a_symbolic_link_is_refused() -> None:
 
 
 def test_a_segment_of_another_user_is_refused_and_never_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = open_files()
+    before = open_paths()
     with SharedSegment.create(100) as segment:
         left = f"/dev/shm/rollsync-{os.urandom(16).hex()}.held"  # nobody holds it
         Path(left).touch()
@@ -130,7 +128,7 @@ def test_a_segment_of_another_user_is_refused_and_never_removed(monkeypatch: pyt
         finally:
             os.unlink(left)
     monkeypatch.undo()
-    assert open_files() == before
+    assert open_paths() == before
 
 
 def test_what_is_no_file_is_refused() -> None:
@@ -144,19 +142,20 @@ def test_what_is_no_file_is_refused() -> None:
 
 @pytest.mark.parametrize("size", [99, 101])
 def test_another_size_is_refused(size: int) -> None:
-    before = open_files()
+    before = open_paths()
     with SharedSegment.create(100) as segment:
         error = refused(ShmSegment(segment.descriptor.name, size, "x"))
     assert f"is 100 bytes, not the {size} named" in error.message
-    assert open_files() == before
+    assert open_paths() == before
 
 
-def test_a_full_shared_memory_is_refused_and_leaves_nothing() -> None:
-    before = set(os.listdir("/dev/shm"))
+def test_a_full_shared_memory_is_refused_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    word = os.urandom(16).hex()  # others come and go meanwhile
+    monkeypatch.setattr("weight_updater.shm.secrets.token_hex", lambda num_bytes: word)
     with pytest.raises(UpdateRefused) as caught:
         SharedSegment.create(1 << 46)
     assert caught.value.reason is Reason.NO_MEMORY
-    assert {name for name in os.listdir("/dev/shm") if name.startswith("rollsync-")} <= before
+    assert [name for name in os.listdir("/dev/shm") if word in name] == []
 
 
 OWNER = """

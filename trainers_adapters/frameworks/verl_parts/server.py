@@ -173,7 +173,7 @@ class RollsyncServer:
                 prompt,
                 request_id=request_id,
                 priority=priority,
-                timeout_s=self._kwargs.timeout_s,
+                timeout_s=self._kwargs.request_s,
                 **sampling,
             )
         finally:
