@@ -140,6 +140,7 @@ def cancel(channel: grpc.Channel, call) -> None:
 @pytest.mark.parametrize("leave", [cancel, drop_channel])
 @pytest.mark.parametrize("start", [stream, batch, score])
 def test_what_a_client_leaves_behind_is_given_back(start: Callable, leave, served: RunningEngine):
+    before = served.rollout.info().state.num_generated_tokens
     for number in range(10):
         channel, stub = stub_of(served)
         leave(channel, start(stub, number))
@@ -148,6 +149,7 @@ def test_what_a_client_leaves_behind_is_given_back(start: Callable, leave, serve
     while (state := served.rollout.info().state).num_running + state.num_waiting:
         assert time.monotonic() - left < 2.0, state
         time.sleep(0.01)
+    assert state.num_generated_tokens - before < 10 * 440 / 2, "they ended early, not by themselves"
     served.rollout.flush_cache()
     state = served.rollout.info().state
     assert state.num_free_pages == state.num_total_pages
