@@ -38,22 +38,6 @@ def held(tied_dir, tmp_path_factory) -> Iterator[tuple[Desk, Ways]]:
 
 
 @pytest.fixture
-def engine(held, tied_dir) -> Desk:
-    engine, ways = held
-    for name in list(engine.updater.adapters.book.held):
-        engine.call(m.RemoveAdapter, name=name, abort=True)
-    engine.idle()
-    if any(not torch.equal(engine.runner.target.slot(n), t) for n, t in stored(tied_dir).items()):
-        ways.push("ipc", stored(tied_dir))
-    return engine
-
-
-@pytest.fixture
-def ways(held) -> Ways:
-    return held[1]
-
-
-@pytest.fixture
 def source(engine, ways, tied_dir) -> AdapterSource:
     """Held in version 1."""
     source = AdapterSource(adapted(tied_dir), f"live-{next(NUMBERS)}")
