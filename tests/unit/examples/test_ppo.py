@@ -13,9 +13,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from tests.chat_model import make_chat_model
 from tests.tiny import load_reference
+from tests.tiny_chat import make_chat_model
 
 FILE = Path(__file__).resolve().parents[3] / "examples" / "ppo.py"
 
@@ -121,7 +122,8 @@ def test_leaving_the_reference_costs(ppo, tiny_llama_dir) -> None:
 
 
 def test_the_whole_program_runs_over_another_model(smollm2_dir, tmp_path) -> None:
-    model, plot = make_chat_model(tmp_path / "model", smollm2_dir), tmp_path / "ppo.png"
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    model, plot = make_chat_model(tmp_path / "model", tokenizer), tmp_path / "ppo.png"
     done = subprocess.run(
         [sys.executable, str(FILE), "--model", str(model), "--steps", "2", "--plot", str(plot)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FILE.parents[1])},
