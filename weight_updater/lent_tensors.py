@@ -3,7 +3,7 @@
 Where the sink borrows, a tensor's own bytes are its staging area: they are read once and compared before
 anything is written. A trainer may say that it has just done this reading itself (`scanned`: hashed where
 they lie, every value finite, after its last write); then they are read for the first time by the copy at
-the commit, which hashes in the same pass, and a difference found there tears the weights.
+the commit, and what lies in the slots after it is compared: a difference found there tears the weights.
 
 Mostly a push lends all tensors of its manifest, the same memory as in the step before; then what is worked
 out for each tensor is worked out once (`LentTensors.made`), and a step costs a few operations on arrays.
@@ -115,7 +115,6 @@ def _promised(sink: Sink, indexes: list[int]) -> Found | None:
     promised = [checksums[index] for index in indexes]
     if None in promised:
         return None
-    sink.promised.update(indexes)
     totals = np.array(promised, dtype=np.uint64) - sink.plan.mixed_lengths[indexes]
     return Found(totals, np.zeros(len(indexes), dtype=np.bool_))
 

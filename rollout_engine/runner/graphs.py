@@ -22,7 +22,7 @@ from rollout_engine.runner.pending import PendingStep
 log = get_log(__name__)
 C = TypeVar("C")
 
-Identity = tuple[int, tuple[int, ...], torch.dtype]
+Identity = tuple[int, torch.Size, torch.dtype]
 """Address, shape and dtype of captured storage."""
 
 
@@ -83,7 +83,7 @@ class CapturedStorages:
 
 
 def _identity(tensor: torch.Tensor) -> Identity:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
 def capture_sizes(
