@@ -203,6 +203,7 @@ def start_connected(start_trainer, directory: Path, engine: RunningEngine, **env
     return start_trainer("tests.gpu.trainer", str(directory), env=env)
 
 
+@pytest.mark.alone
 @pytest.mark.case("B098")
 @pytest.mark.parametrize("staging", ["none", "device"])
 def test_a_buffer_that_was_lent_twenty_times_is_freed(staging, gpu_engine, tiny_bf16_dir, start_trainer):
