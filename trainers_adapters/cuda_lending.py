@@ -26,7 +26,7 @@ from weight_updater.device_memory import (
     handle_of,
     identities_of,
 )
-from weight_updater.device_scan import Launch, copy_many, is_fast
+from weight_updater.device_scan import Launch, Started, copy_many, is_fast
 from weight_updater.manifest import Columns
 from weight_updater.requests import CudaIpcRegion, FromIpc, Manifest, RegionPlacement, TensorSpec, align
 
@@ -83,33 +83,44 @@ class CudaLending:
         self._lent: Lent | None = None
         self._kept: list[torch.Tensor] = []
         self._scans: list[tuple[list[int], Launch, npt.NDArray[np.uint64]]] = []  # by GPU; see `scan`
+        self._started: list[Started] = []  # of these, before somebody asked
 
     @property
     def allocation_ids(self) -> set[str]:
         """Of everything that engines may have mapped."""
         return self._lent.allocation_ids if self._lent is not None else set()
 
-    def lend(self, named: Iterable[tuple[str, torch.Tensor]], manifest: Manifest) -> Lent:
+    def lend(
+        self, named: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, *, scans: bool = False
+    ) -> Lent:
         """What to lend of a source's tensors, which all lie on GPUs. Waits until they are written.
 
         Allocations that were lent before and are not any more are for the caller to release: compare
         `allocation_ids` before and after, then call `forget`.
+
+        Args:
+            scans: `scan` will be called. If the tensors lie where they lay, it begins here, so that the GPUs
+                hash while everything else is compared.
 
         Raises:
             ValueError: the source does not yield what its manifest says.
             UpdateRefused: MEMORY_UNAVAILABLE, NO_MEMORY.
         """
         self.let_go()  # before as many new ones are made
+        self._started = []
         pairs = list(named)
         # An address is one GPU's alone.
         key = [(name, t.data_ptr(), t.is_contiguous(), t.shape, t.dtype) for name, t in pairs]
-        if key != self._key or manifest.columns is not self._columns:
+        moved = key != self._key
+        if scans and not moved and not self._staged:  # what is staged has to be filled first
+            self._started = [launch.start() for _, launch, _ in self._scans]
+        if moved or manifest.columns is not self._columns:
             for spec, (name, tensor) in zip(manifest.tensors, pairs, strict=True):
                 _check(spec, name, tensor)
         tensors = [tensor for _, tensor in pairs]
         self._kept = tensors  # a source may make tensors as it goes; they live until the next push
-        if self._lent is None or key != self._key or not self._still_there():
-            self._scans = []
+        if self._lent is None or moved or not self._still_there():
+            self._scans, self._started = [], []
             self._lent = self._arrange(tensors, manifest)
             self._indexes = sorted({tensor.get_device() for tensor in tensors})
         self._key, self._columns = key, manifest.columns
@@ -131,9 +142,11 @@ class CudaLending:
             if not all(is_fast(device) for device in devices):
                 return checksums(where), True
             self._scans = [_scan_on(device, where) for device in devices]
+        started = self._started or [launch.start() for _, launch, _ in self._scans]
+        self._started = []
         values, nonfinite = [0] * len(self._kept), False
-        for here, launch, lengths in self._scans:
-            found = launch.run()
+        for (here, _, lengths), one in zip(self._scans, started, strict=True):
+            found = one.result()
             for at, value in zip(here, (found.totals + lengths).tolist(), strict=True):
                 values[at] = value
             nonfinite = nonfinite or bool(found.nonfinite.any())
@@ -253,7 +266,7 @@ class CudaLending:
     def close(self) -> None:
         """Free everything; engines have released all of it."""
         self._staged, self._kept, self._scans, self._lent, self._key = [], [], [], None, []
-        self._columns = None
+        self._columns, self._started = None, []
         self._retired += self._buffers.values()
         self._buffers = {}
         self._known = {}

@@ -264,7 +264,7 @@ def test_memory_that_a_receiver_reads_is_not_unmapped(gpu: FakeGpu, monkeypatch:
         return gpu.run(*arguments, **options)
 
     update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
-    monkeypatch.setattr(device_scan, "_run", abort_and_release)
+    monkeypatch.setattr(device_scan, "_queue", abort_and_release)
     monkeypatch.setattr("weight_updater.sink.Sink.end", lambda self, error: None)  # it would wait for us
     with pytest.raises(UpdateRefused, match="aborted"):
         receive(updater, request, update_id)
