@@ -68,6 +68,14 @@ class _Known:
     handle: bytes | None
 
 
+_Key = list[tuple[str, int, bool, torch.Size, torch.dtype]]
+
+
+def _key(named: Iterable[tuple[str, torch.Tensor]]) -> _Key:
+    """What is the same as long as tensors lie where they lay; an address is one GPU's alone."""
+    return [(name, t.data_ptr(), t.is_contiguous(), t.shape, t.dtype) for name, t in named]
+
+
 class CudaLending:
     """Handles of a trainer's CUDA memory. Used by one thread at a time."""
 
@@ -76,7 +84,7 @@ class CudaLending:
         self._known: dict[int, _Known] = {}  # by identity
         self._buffers: dict[int, DeviceBuffer] = {}  # by GPU
         self._retired: list[DeviceBuffer] = []
-        self._key: list[tuple[str, int, bool, torch.Size, torch.dtype]] = []  # of what `_lent` describes
+        self._key: _Key = []  # of what `_lent` describes
         self._columns: Columns | None = None  # of the manifest that it was compared with
         self._indexes: list[int] = []  # of the GPUs
         self._staged: list[tuple[int, torch.Tensor]] = []  # (tensor, its place in a buffer)
@@ -90,30 +98,28 @@ class CudaLending:
         """Of everything that engines may have mapped."""
         return self._lent.allocation_ids if self._lent is not None else set()
 
-    def lend(
-        self, named: Iterable[tuple[str, torch.Tensor]], manifest: Manifest, *, scans: bool = False
-    ) -> Lent:
+    def start_scan(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Let the GPUs hash tensors that lie where those of the push before lay, ahead of `lend`, which then
+        compares everything else meanwhile. What they find is for `scan`, if `lend` lends the same memory.
+        """
+        self._started = []
+        if not self._staged and _key(named) == self._key:  # what is staged has to be filled first
+            self._started = [launch.start() for _, launch, _ in self._scans]
+
+    def lend(self, named: Iterable[tuple[str, torch.Tensor]], manifest: Manifest) -> Lent:
         """What to lend of a source's tensors, which all lie on GPUs. Waits until they are written.
 
         Allocations that were lent before and are not any more are for the caller to release: compare
         `allocation_ids` before and after, then call `forget`.
 
-        Args:
-            scans: `scan` will be called. If the tensors lie where they lay, it begins here, so that the GPUs
-                hash while everything else is compared.
-
         Raises:
             ValueError: the source does not yield what its manifest says.
             UpdateRefused: MEMORY_UNAVAILABLE, NO_MEMORY.
         """
-        self.let_go()  # before as many new ones are made
-        self._started = []
+        self._kept = []  # before as many new ones are made
         pairs = list(named)
-        # An address is one GPU's alone.
-        key = [(name, t.data_ptr(), t.is_contiguous(), t.shape, t.dtype) for name, t in pairs]
+        key = _key(pairs)
         moved = key != self._key
-        if scans and not moved and not self._staged:  # what is staged has to be filled first
-            self._started = [launch.start() for _, launch, _ in self._scans]
         if moved or manifest.columns is not self._columns:
             for spec, (name, tensor) in zip(manifest.tensors, pairs, strict=True):
                 _check(spec, name, tensor)
@@ -131,7 +137,7 @@ class CudaLending:
 
     def let_go(self) -> None:
         """Keep the last push's tensors no longer: a source that makes its own has room for new ones then."""
-        self._kept = []
+        self._kept, self._started = [], []
 
     def scan(self) -> tuple[list[int], bool]:
         """The checksums of what is lent now, in order; and whether a value in it is not finite, or may be."""

@@ -68,12 +68,16 @@ class IpcArena(Sender):
         return {"manifest": described.manifest(checksums=True)}
 
     def _on_gpus(self, outgoing: Outgoing) -> list[tuple[str, torch.Tensor]]:
-        """What is lent of a source, nothing if it goes through the segment; asked of it once for a push."""
+        """What is lent of a source, nothing if it goes through the segment; asked of it once for a push.
+        If it lies where it lay, the GPUs hash from here on.
+        """
         if self._found is None or self._found[0] is not outgoing:
             self._found = None
             if self._lending is not None:
                 self._lending.let_go()
             named = [] if outgoing.resident is not None else _all_on_gpus(outgoing.source)
+            if named and outgoing.verify and self._lending is not None:
+                self._lending.start_scan(named)
             self._found = outgoing, named
         return self._found[1]
 
@@ -83,7 +87,7 @@ class IpcArena(Sender):
         if self._lending is None:
             self._lending = CudaLending()
         before = self._lending.allocation_ids
-        self._lent = self._lending.lend(named, outgoing.manifest, scans=outgoing.verify)
+        self._lent = self._lending.lend(named, outgoing.manifest)
         gone = sorted(before - self._lending.allocation_ids)
         if gone:
             release_everywhere(gone, list(self._borrowers.values()))

@@ -37,9 +37,10 @@ class Lending:
         self._kept: list[torch.Tensor] = []
         self.allocation_ids: set[str] = set()
 
-    def lend(
-        self, named: Sequence[tuple[str, torch.Tensor]], manifest: Manifest, *, scans: bool = False
-    ) -> Lent:
+    def start_scan(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        pass
+
+    def lend(self, named: Sequence[tuple[str, torch.Tensor]], manifest: Manifest) -> Lent:
         self._kept = [tensor for _, tensor in named]
         self.allocation_ids = {"a"}
         region = CudaIpcRegion("a", "GPU-0", bytes(64), 0, manifest.nbytes)
