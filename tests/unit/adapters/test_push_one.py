@@ -29,16 +29,22 @@ GONE = (grpc.StatusCode.UNAVAILABLE, "", "connection refused")
 
 
 class Lending:
-    """Lends one allocation that nobody can open. while_scanning: runs before a scan has ended."""
+    """Lends one allocation that nobody can open.
+
+    while_scanning: runs before a scan has ended. begun: how many updates had begun as a scan was started.
+    """
 
     while_scanning: Callable[[], None] = staticmethod(lambda: None)
+    count_begun: Callable[[], int]
+    begun: list[int]
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
         self.allocation_ids: set[str] = set()
 
     def start_scan(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        pass
+        assert [name for name, _ in named] == ["weight", "bias"]
+        Lending.begun.append(Lending.count_begun())
 
     def lend(self, named: Sequence[tuple[str, torch.Tensor]], manifest: Manifest) -> Lent:
         self._kept = [tensor for _, tensor in named]
@@ -71,8 +77,11 @@ def _on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    made = FakeEngine()
+    monkeypatch.setattr(Lending, "count_begun", lambda: made.events.count("BeginUpdate"), raising=False)
+    monkeypatch.setattr(Lending, "begun", [], raising=False)
+    return made
 
 
 @pytest.fixture
@@ -121,6 +130,7 @@ def test_the_update_begins_while_the_gpu_hashes(engine, client, arena, source, m
         assert not engine.begun[-1].checksums
         assert not any(spec.HasField("checksum") for spec in engine.begun[-1].manifest.tensors)
     assert engine.events == ["BeginUpdate", "UpdateWeightsFromIpc"] * 2
+    assert Lending.begun == [1], "the GPU, which takes longest, is told first; once it is known what of"
     assert [begin.WhichOneof("source_manifest") for begin in engine.begun] == ["manifest", "manifest_digest"]
 
 
@@ -220,8 +230,10 @@ def test_the_time_of_the_push_bounds_every_call(slow, engine, client, arena, sou
 
 
 def test_without_checksums_one_call_is_enough(engine, client, arena, source):
-    assert push_weights(source, client, via=arena, verify=False).version == 1
-    assert engine.events == ["UpdateWeightsFromIpc"]
+    for version in (1, 2):
+        assert push_weights(source, client, via=arena, verify=False).version == version
+    assert engine.events == ["UpdateWeightsFromIpc"] * 2
+    assert Lending.begun == [], "nothing is hashed"
     assert engine.begun[0].skip_checksums
 
 
