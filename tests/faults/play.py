@@ -8,13 +8,14 @@ import signal
 import time
 from dataclasses import dataclass, field
 
+from tests.faults.adapters import STRUCK, Adapters
 from tests.faults.nursery import Forked
-from tests.faults.rounds import Round
+from tests.faults.rounds import OTHERS, OWN, Round
 from tests.faults.stand import LEASE_S, Stand, until
 from tests.faults.verdict import Ledger, allowed, check_records
 from tests.faults.weights import NUM_GREEDY, PROMPT
 from tests.wire.trainer import Named
-from trainers_adapters import TensorStream, push_weights
+from trainers_adapters import PushError, TensorStream, push_weights
 
 STALL_S = 1.5 * LEASE_S
 SILENCED = ("kill trainer", "stop trainer", "close channel", "stop engine")
@@ -26,7 +27,8 @@ class Outcome:
     """What was seen in a round.
 
     stopped: the trainer came to the stage where it was to be struck. ended: what it reported last, if it
-    lived to do so.
+    lived to do so. removed: the version of the adapter that was removed. base_moved: other base weights
+    committed.
     """
 
     stopped: bool = False
@@ -34,18 +36,22 @@ class Outcome:
     engine_lost: bool = False
     rolled_back: bool = False
     trainer_lost: bool = False
+    removed: int = 0
+    base_moved: bool = False
 
 
 class Player:
     """Plays rounds on one stand, and knows which weights each version stands for."""
 
-    def __init__(self, stand: Stand, ledger: Ledger) -> None:
-        self._stand, self._ledger = stand, ledger
+    def __init__(self, stand: Stand, ledger: Ledger, adapters: Adapters) -> None:
+        self._stand, self._ledger, self._adapters = stand, ledger, adapters
 
     def warm_up(self) -> None:
         """Serve, update by every path once, and take the baseline of what may be held."""
+        self._adapters.begin()
         for path in ("distributed", "disk", "tensor", "segment", "ipc"):
-            self.play(Round(path, "host", "committed", "none", 7), check=False)
+            self.play(Round("base", path, "host", "committed", "none", 7), check=False)
+        self.play(Round("adapter", "disk", OWN, "committed", "none", 7), check=False)
         self._stand.take_baseline()
 
     def log(self) -> str:
@@ -60,25 +66,30 @@ class Player:
         """
         rng = random.Random(round_.seed)
         plan = self._plan(round_, rng)
-        old = self._ledger.live
-        new = self._ledger.expect(plan["version"], plan["seed"])
-        outcome = Outcome()
-        if round_.path == "disk" and round_.stage == "transfer":
+        old, outcome = self._ledger.live, Outcome()
+        read = rng.randint(1, 3) if round_.path == "disk" and round_.stage == "transfer" else 0
+        if read:
             slow = round_.strike != "read error"
-            self._stand.nursery.arm("slow" if slow else "error", rng.randint(1, 3), 60)
-        client = self._stand.nursery.fork("client", address=self._stand.address, seed=round_.seed)
-        trainer = self._stand.nursery.fork("trainer", **plan)
+            self._stand.nursery.arm("slow" if slow else "error", read, 60)
+        fork = self._stand.nursery.fork
+        client = fork("client", address=self._stand.address, seed=round_.seed, adapter=STRUCK)
+        trainer = fork("trainer", **{name: value for name, value in plan.items() if name != "held"})
         try:
-            moved = self._watch(round_, trainer, client, outcome, rng)
+            moved = self._watch(round_, plan, trainer, client, outcome, rng)
             if moved:
                 old = self._ledger.expect(moved, plan["seed"] + 1)
-            self._end(round_, plan, trainer, client, outcome, old, new, moved)
+            if round_.strike in ("slow read", "read error"):
+                outcome.stopped = self._stand.nursery.num_reads() >= read
+            self._end(round_, plan, trainer, client, outcome, old, moved)
         finally:
             trainer.close()
             client.close()
             self._stand.nursery.arm("", 0, 0)
         if outcome.engine_lost:
             self._replace(round_)
+        elif round_.kind == "adapter" or self._adapters.is_stale(STRUCK):
+            self._adapters.push()
+            self._adapters.check()
         if check:
             self._stand.check_given_back()
         return outcome
@@ -92,7 +103,7 @@ class Player:
         if round_.stage in ("start", "staging", "transfer", "committed") and round_.path != "distributed":
             forms += ["one call"]
         full = {"disk": ["file", "fsync"]}.get(round_.path, ["memory"])
-        return {
+        plan = {
             "address": self._stand.address,
             "path": round_.path,
             "staging": round_.staging,
@@ -104,13 +115,43 @@ class Player:
             "keep_previous": round_.strike == "roll back",
             "second": round_.path == "adopt" and rng.random() < 0.5,
             "full": rng.choice(full) if round_.strike == "full" else "",
+            "full_bytes": 100_000,
+            "shard_bytes": 60_000 if "read" in round_.strike else 150_000 if round_.seed % 2 else 1 << 30,
             "directory": str(self._stand.work_dir / "disk"),
             "version": self._ledger.highest + rng.randint(2, 4),
             "lease_s": LEASE_S if round_.strike in SILENCED else 20.0,
+            "adapter": "",
+            "base_seed": 0,
+            "held": True,
+        }
+        if round_.kind == "base":
+            self._ledger.expect(plan["version"], plan["seed"])
+            return plan
+        return plan | self._plan_of_adapter(plan, rng)
+
+    def _plan_of_adapter(self, plan: dict, rng: random.Random) -> dict:
+        """What is different for an adapter; now and then none is held that could be replaced."""
+        if rng.random() < 0.25:
+            assert self._adapters.remove() == self._adapters.live[STRUCK]
+            self._adapters.live[STRUCK] = 0
+        return {
+            "staging": rng.choice(["auto", "host", "device"]),  # all of them mean its own
+            "full_bytes": 3_000,
+            "shard_bytes": plan["shard_bytes"] // 20,
+            "version": self._adapters.expect(plan["seed"]),
+            "adapter": STRUCK,
+            "base_seed": self._ledger.seed(self._ledger.live),
+            "held": bool(self._adapters.live[STRUCK]),
         }
 
     def _watch(
-        self, round_: Round, trainer: Forked, client: Forked, outcome: Outcome, rng: random.Random
+        self,
+        round_: Round,
+        plan: dict,
+        trainer: Forked,
+        client: Forked,
+        outcome: Outcome,
+        rng: random.Random,
     ) -> int:
         """Until the trainer has ended or was struck; returns the version of its first adoption."""
         moved = 0
@@ -122,6 +163,8 @@ class Player:
                 outcome.stopped = True
                 if round_.passes:
                     time.sleep(delay + (0.02 if round_.path == "disk" and round_.stage != "commit" else 0))
+                if round_.strike in OTHERS:
+                    self._strike_by_call(round_, plan, outcome)
                 self._strike(round_, trainer, client, outcome)
                 if outcome.trainer_lost or outcome.engine_lost:
                     break
@@ -174,13 +217,49 @@ class Player:
         if not round_.passes and strike != "close channel":
             trainer.say("go")
 
+    def _strike_by_call(self, round_: Round, plan: dict, outcome: Outcome) -> None:
+        """Somebody else's call beside an adapter's update; refused where an open update excludes it."""
+        if round_.strike == "remove adapter":
+            outcome.removed = done = self._adapters.remove()
+            if done:
+                self._adapters.live[STRUCK] = 0
+        else:
+            done = self._push_base(self._ledger.live if round_.strike == "same base" else 0)
+            outcome.base_moved = done and round_.strike == "new base"
+        if round_.stage in ("begun", "sent", "prepared"):
+            assert not done, f"{round_.strike} went through while an update is open"
+        elif not round_.passes and round_.stage != "transfer":
+            assert done or (round_.strike == "remove adapter" and not plan["held"])
+
+    def _push_base(self, like: int) -> bool:
+        """Base weights of another label: with the bytes of version `like`, or others (0). False: refused, as
+        an update is open.
+        """
+        version = self._ledger.highest + 1
+        self._ledger.expect(version, self._ledger.seed(like) if like else version)
+        try:
+            self._push(version, "keep")
+        except PushError as error:
+            if error.reason != "UPDATE_IN_PROGRESS":
+                raise
+            return False
+        self._ledger.live = version
+        return True
+
+    def _push(self, version: int, inflight: str) -> None:
+        source = Named(self._ledger.weights(version).items())
+        weights = self._stand.weights
+        with TensorStream(chunk_bytes=16384) as stream:
+            report = push_weights(source, weights, version, via=stream, inflight=inflight, lease_s=20.0)
+        assert report.version == version
+
     # ------------------------------------------------------------ after it
 
-    def _end(self, round_, plan, trainer, client, outcome, old, new, moved) -> None:
+    def _end(self, round_, plan, trainer, client, outcome, old, moved) -> None:
         records = self._records(client)
         if outcome.engine_lost:
             self._check_lost(round_)
-            check_records(round_, plan, outcome, records, self._ledger)
+            check_records(round_, plan, outcome, records, self._ledger, self._adapters)
             return
         stand = self._stand
         if outcome.trainer_lost:
@@ -189,20 +268,14 @@ class Player:
         if round_.path == "adopt" and outcome.trainer_lost:
             time.sleep(0.3)  # the owner is looked after now and then
         state = stand.state()
-        verdict = "torn"
-        if state.status == "serving":
-            verdict = self._check_serves(old, new)
-        else:
-            assert state.status == "not_serving"
-            assert state.not_serving_reason
-            refusal = self._stand.refusal()
-            assert refusal == "NOT_SERVING", f"{refusal!r} after {state}"
+        verdict = self._verdict(round_, plan, outcome, old, state)
         permitted = allowed(round_, plan, outcome, bool(moved))
         assert verdict in permitted, (
             f"the engine is {verdict}, may be {permitted}: {state.not_serving_reason!r}; {outcome}; {plan}"
         )
-        self._ledger.observe(state)
-        check_records(round_, plan, outcome, records, self._ledger)
+        if round_.strike == "new base" and verdict == "old":
+            assert outcome.ended["reason"] in ("BASE_MISMATCH", "UPDATE_IN_PROGRESS"), outcome
+        check_records(round_, plan, outcome, records, self._ledger, self._adapters)
         if verdict == "torn" or round_.path == "adopt":
             self._recover()
         trainer.say("leave")
@@ -212,6 +285,28 @@ class Player:
                 trainer.signal(signal.SIGUSR1)
                 time.sleep(0.3)
             assert code == 0, f"the trainer ended with {code}:\n{stand.nursery.log.read_text()[-3000:]}"
+
+    def _verdict(self, round_: Round, plan: dict, outcome: Outcome, old: int, state) -> str:
+        """old, new or torn, of what the round was to update. All else is checked to be as it was."""
+        if round_.kind == "adapter":
+            assert state.status == "serving", state
+            live = self._ledger.live  # what was pushed meanwhile, if anything
+            self._check_serves(live, live)
+            self._ledger.observe(state)
+            return self._adapters.observe(plan["version"])
+        if state.status != "serving":
+            assert state.status == "not_serving"
+            assert state.not_serving_reason
+            for adapter in ("", STRUCK):
+                refusal = self._stand.refusal(adapter)
+                assert refusal == "NOT_SERVING", f"{refusal!r} after {state}"
+            verdict = "torn"
+        else:
+            verdict = self._check_serves(old, plan["version"])
+        outcome.base_moved = self._ledger.observe(state)
+        if verdict != "torn":
+            assert self._adapters.observe() == "old"
+        return verdict
 
     def _records(self, client: Forked) -> list[dict]:
         client.say("stop")
@@ -232,23 +327,20 @@ class Player:
         wrong = [name for name, value in expected.items() if live.by_name.get(name) != value]
         assert not wrong, f"{wrong} are not version {live.weight_version}'s"
         assert set(live.by_name) == set(expected)
+        self._stand.rollout.flush_cache()  # products of other heights round in other places
         (completion,) = self._stand.rollout.generate(
             PROMPT, max_tokens=NUM_GREEDY, temperature=0.0, ignore_eos=True, timeout_s=20.0
         )
         assert completion.token_ids == self._ledger.tokens(live.weight_version)
         assert completion.weight_versions == [live.weight_version] * NUM_GREEDY
+        self._ledger.same_bits(live.weight_version, completion.logprobs)
         return verdict
 
     def _recover(self) -> None:
         """A full update makes the engine serve again."""
         version = self._ledger.highest + 1
         self._ledger.expect(version, version)
-        source = Named(self._ledger.weights(version).items())
-        stream = TensorStream(chunk_bytes=16384)
-        report = push_weights(
-            source, self._stand.weights, version, via=stream, inflight="abort", lease_s=20.0
-        )
-        assert report.version == version
+        self._push(version, "abort")
         assert self._check_serves(version, version) == "new"
         self._ledger.observe(self._stand.state())
 
@@ -280,3 +372,4 @@ class Player:
         assert stand.rollout.info().weight_version == lost
         assert stand.refusal() == "VERSION_TOO_OLD"
         self._recover()
+        self._adapters.begin()
