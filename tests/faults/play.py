@@ -292,7 +292,7 @@ class Player:
             assert state.status == "serving", state
             live = self._ledger.live  # what was pushed meanwhile, if anything
             self._check_serves(live, live)
-            self._ledger.observe(state)
+            assert self._ledger.observe(state) == (live != old), "commits of base weights alone are counted"
             return self._adapters.observe(plan["version"])
         if state.status != "serving":
             assert state.status == "not_serving"
