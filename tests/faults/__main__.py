@@ -24,9 +24,10 @@ from pathlib import Path
 
 from tests.faults.adapters import MAX_ADAPTERS, Adapters
 from tests.faults.nursery import Nursery, nursery
-from tests.faults.play import Outcome, Player
+from tests.faults.play import Player
 from tests.faults.rounds import KINDS, Round, endless, parse
 from tests.faults.stand import Stand
+from tests.faults.strikes import Outcome
 from tests.faults.verdict import Ledger
 from tests.tiny import make_tiny
 from trainers_adapters import RollsyncError

@@ -92,7 +92,7 @@ class Adapters:
         )
         return self._look(meant)[1]
 
-    def observe(self, new: int = 0) -> str:
+    def observe(self, new: int = 0, serves: bool = True) -> str:
         """Which version of the struck one is live: the old, the new one, or none where one was.
 
         Everything about all adapters must fit that.
@@ -102,11 +102,15 @@ class Adapters:
         verdict = {self.live[STRUCK]: "old", new or -1: "new"}.get(version, "none")
         assert verdict != "none" or not version, f"version {version}, not {self.live[STRUCK]} or {new}"
         self.live[STRUCK] = version
-        self.check()
+        self.check(serves)
         return verdict
 
-    def check(self) -> None:
-        """What the engine says of its adapters, what lies in their slots, and what the struck one samples."""
+    def check(self, serves: bool = True) -> None:
+        """What the engine says of its adapters, what lies in their slots, and what the struck one samples.
+
+        Args:
+            serves: False: the base weights are torn. They may be live again later, so nothing goes stale.
+        """
         live = {name: version for name, version in self.live.items() if version}
         state = self._stand.state()
         told = {
@@ -121,7 +125,9 @@ class Adapters:
             wrong = [layer for layer, lying in lies.items() if held.lies[layer] != lying]
             assert not wrong, f"{wrong} of {name} are not version {live[name]}'s"
             assert held.lies.keys() == lies.keys()
-        if STRUCK not in live:
+        if not serves:
+            assert self._stand.refusal(STRUCK) == "NOT_SERVING"
+        elif STRUCK not in live:
             assert self._stand.refusal(STRUCK) == "UNKNOWN_ADAPTER"
         elif self.is_stale(STRUCK):
             assert self._stand.refusal(STRUCK) == "ADAPTER_STALE"

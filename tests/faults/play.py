@@ -1,43 +1,21 @@
-"""Plays a round: sets the trainer going, strikes where it stops, and looks at what is left."""
+"""Plays a round: sets the trainer going, has it struck where it stops, and looks at what is left."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
-from dataclasses import dataclass, field
 
 from tests.faults.adapters import STRUCK, Adapters
 from tests.faults.nursery import Forked
-from tests.faults.rounds import OTHERS, OWN, Round
+from tests.faults.rounds import OWN, Round
 from tests.faults.stand import LEASE_S, Stand, until
+from tests.faults.strikes import Outcome, Striker
 from tests.faults.verdict import Ledger, allowed, check_records
 from tests.faults.weights import NUM_GREEDY, PROMPT
-from tests.wire.trainer import Named
-from trainers_adapters import PushError, TensorStream, push_weights
 
-STALL_S = 1.5 * LEASE_S
 SILENCED = ("kill trainer", "stop trainer", "close channel", "stop engine")
 """After these the lease ends the update, or may; in other rounds it is too long to end one by accident."""
-
-
-@dataclass
-class Outcome:
-    """What was seen in a round.
-
-    stopped: the trainer came to the stage where it was to be struck. ended: what it reported last, if it
-    lived to do so. removed: the version of the adapter that was removed. base_moved: other base weights
-    committed.
-    """
-
-    stopped: bool = False
-    ended: dict = field(default_factory=dict)
-    engine_lost: bool = False
-    rolled_back: bool = False
-    trainer_lost: bool = False
-    removed: int = 0
-    base_moved: bool = False
 
 
 class Player:
@@ -45,6 +23,7 @@ class Player:
 
     def __init__(self, stand: Stand, ledger: Ledger, adapters: Adapters) -> None:
         self._stand, self._ledger, self._adapters = stand, ledger, adapters
+        self._striker = Striker(stand, ledger, adapters)
 
     def warm_up(self) -> None:
         """Serve, update by every path once, and take the baseline of what may be held."""
@@ -65,6 +44,8 @@ class Player:
             AssertionError: what did not hold.
         """
         rng = random.Random(round_.seed)
+        if round_.strike == "kill owner":
+            self._striker.lend()
         plan = self._plan(round_, rng)
         old, outcome = self._ledger.live, Outcome()
         read = rng.randint(1, 3) if round_.path == "disk" and round_.stage == "transfer" else 0
@@ -84,6 +65,8 @@ class Player:
         finally:
             trainer.close()
             client.close()
+            if round_.strike == "kill owner":
+                self._striker.owner.close()
             self._stand.nursery.arm("", 0, 0)
         if outcome.engine_lost:
             self._replace(round_)
@@ -163,9 +146,7 @@ class Player:
                 outcome.stopped = True
                 if round_.passes:
                     time.sleep(delay + (0.02 if round_.path == "disk" and round_.stage != "commit" else 0))
-                if round_.strike in OTHERS:
-                    self._strike_by_call(round_, plan, outcome)
-                self._strike(round_, trainer, client, outcome)
+                self._striker.strike(round_, plan, trainer, client, outcome)
                 if outcome.trainer_lost or outcome.engine_lost:
                     break
             else:
@@ -175,83 +156,6 @@ class Player:
             f"the trainer said nothing more:\n{self._stand.nursery.log.read_text()[-3000:]}"
         )
         return moved
-
-    def _strike(self, round_: Round, trainer: Forked, client: Forked, outcome: Outcome) -> None:
-        stand, strike = self._stand, round_.strike
-        if strike == "kill trainer":
-            trainer.kill()
-            outcome.trainer_lost = True
-        elif strike == "stop trainer":
-            trainer.signal(signal.SIGSTOP)
-            time.sleep(STALL_S)
-            trainer.signal(signal.SIGCONT)
-        elif strike == "close channel":
-            trainer.say("close")
-            outcome.trainer_lost = round_.path == "adopt"
-        elif strike == "abort update":
-            update = stand.state().open_update_id
-            if update:
-                stand.weights.abort(update)
-        elif strike == "kill engine":
-            os.kill(stand.engine_pid, signal.SIGKILL)
-            outcome.engine_lost = True
-        elif strike == "stop engine":
-            os.kill(stand.engine_pid, signal.SIGSTOP)
-            time.sleep(STALL_S)
-            os.kill(stand.engine_pid, signal.SIGCONT)
-        elif strike == "kill front":
-            stand.front.kill()
-            outcome.engine_lost = True
-        elif strike == "kill client":
-            client.kill()
-        elif strike == "kill group":
-            for pid in stand.nursery.children().get("gloo_child", ()):
-                os.kill(pid, signal.SIGKILL)
-        elif strike == "kill receivers":
-            for pid in stand.nursery.children().get("receiver", ()):
-                os.kill(pid, signal.SIGKILL)
-        elif strike == "roll back":
-            reply = stand.weights.rollback()
-            self._ledger.rolled_back(reply)
-            outcome.rolled_back = True
-        if not round_.passes and strike != "close channel":
-            trainer.say("go")
-
-    def _strike_by_call(self, round_: Round, plan: dict, outcome: Outcome) -> None:
-        """Somebody else's call beside an adapter's update; refused where an open update excludes it."""
-        if round_.strike == "remove adapter":
-            outcome.removed = done = self._adapters.remove()
-            if done:
-                self._adapters.live[STRUCK] = 0
-        else:
-            done = self._push_base(self._ledger.live if round_.strike == "same base" else 0)
-            outcome.base_moved = done and round_.strike == "new base"
-        if round_.stage in ("begun", "sent", "prepared"):
-            assert not done, f"{round_.strike} went through while an update is open"
-        elif not round_.passes and round_.stage != "transfer":
-            assert done or (round_.strike == "remove adapter" and not plan["held"])
-
-    def _push_base(self, like: int) -> bool:
-        """Base weights of another label: with the bytes of version `like`, or others (0). False: refused, as
-        an update is open.
-        """
-        version = self._ledger.highest + 1
-        self._ledger.expect(version, self._ledger.seed(like) if like else version)
-        try:
-            self._push(version, "keep")
-        except PushError as error:
-            if error.reason != "UPDATE_IN_PROGRESS":
-                raise
-            return False
-        self._ledger.live = version
-        return True
-
-    def _push(self, version: int, inflight: str) -> None:
-        source = Named(self._ledger.weights(version).items())
-        weights = self._stand.weights
-        with TensorStream(chunk_bytes=16384) as stream:
-            report = push_weights(source, weights, version, via=stream, inflight=inflight, lease_s=20.0)
-        assert report.version == version
 
     # ------------------------------------------------------------ after it
 
@@ -267,6 +171,8 @@ class Player:
         stand.until_quiet(20.0)
         if round_.path == "adopt" and outcome.trainer_lost:
             time.sleep(0.3)  # the owner is looked after now and then
+        if outcome.owner_lost:
+            self._striker.until_owner_is_missed()
         state = stand.state()
         verdict = self._verdict(round_, plan, outcome, old, state)
         permitted = allowed(round_, plan, outcome, bool(moved))
@@ -276,8 +182,9 @@ class Player:
         if round_.strike == "new base" and verdict == "old":
             assert outcome.ended["reason"] in ("BASE_MISMATCH", "UPDATE_IN_PROGRESS"), outcome
         check_records(round_, plan, outcome, records, self._ledger, self._adapters)
-        if verdict == "torn" or round_.path == "adopt":
-            self._recover()
+        if verdict == "torn" or round_.path == "adopt" or outcome.owner_lost:
+            self._recover(like=state.weight_version if outcome.owner_lost else 0)
+            self._adapters.check()
         trainer.say("leave")
         if not outcome.trainer_lost:
             code = trainer.wait(15)
@@ -288,24 +195,22 @@ class Player:
 
     def _verdict(self, round_: Round, plan: dict, outcome: Outcome, old: int, state) -> str:
         """old, new or torn, of what the round was to update. All else is checked to be as it was."""
-        if round_.kind == "adapter":
-            assert state.status == "serving", state
-            live = self._ledger.live  # what was pushed meanwhile, if anything
-            self._check_serves(live, live)
-            assert self._ledger.observe(state) == (live != old), "commits of base weights alone are counted"
-            return self._adapters.observe(plan["version"])
-        if state.status != "serving":
+        serves = state.status == "serving"
+        if not serves:
             assert state.status == "not_serving"
             assert state.not_serving_reason
-            for adapter in ("", STRUCK):
-                refusal = self._stand.refusal(adapter)
-                assert refusal == "NOT_SERVING", f"{refusal!r} after {state}"
-            verdict = "torn"
-        else:
-            verdict = self._check_serves(old, plan["version"])
+            refusal = self._stand.refusal()
+            assert refusal == "NOT_SERVING", f"{refusal!r} after {state}"
+        if round_.kind == "adapter":
+            assert serves == (not outcome.owner_lost), state
+            live = self._ledger.live  # what was pushed meanwhile, if anything
+            if serves:
+                self._check_serves(live, live)
+            assert self._ledger.observe(state) == (live != old), "commits of base weights alone are counted"
+            return self._adapters.observe(plan["version"], serves)
+        verdict = self._check_serves(old, plan["version"]) if serves else "torn"
         outcome.base_moved = self._ledger.observe(state)
-        if verdict != "torn":
-            assert self._adapters.observe() == "old"
+        assert self._adapters.observe(0, serves) == "old"
         return verdict
 
     def _records(self, client: Forked) -> list[dict]:
@@ -336,11 +241,11 @@ class Player:
         self._ledger.same_bits(live.weight_version, completion.logprobs)
         return verdict
 
-    def _recover(self) -> None:
-        """A full update makes the engine serve again."""
+    def _recover(self, like: int = 0) -> None:
+        """A full update makes the engine serve again: of version `like`'s bytes, or of new ones."""
         version = self._ledger.highest + 1
-        self._ledger.expect(version, version)
-        self._push(version, "abort")
+        self._ledger.expect(version, self._ledger.seed(like) if like else version)
+        self._striker.push(version, "abort")
         assert self._check_serves(version, version) == "new"
         self._ledger.observe(self._stand.state())
 

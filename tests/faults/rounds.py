@@ -41,10 +41,13 @@ STRIKES = (
     "new base",
     "same base",
     "remove adapter",
+    "kill owner",
 )
 OTHERS = ("new base", "same base", "remove adapter")
 """Strikes on an adapter's update that are other calls: base weights that come meanwhile, of other bytes or of
 the same ones under a new label, and the removal of what is about to be replaced."""
+OF_ADAPTERS = (*OTHERS, "kill owner")
+"""The last one kills the trainer whose memory the base weights lie in, while another pushes the adapter."""
 WITHOUT_STAGES = ("none", "slow read", "read error", "full")
 """Strikes that come by themselves: they have one stage only."""
 
@@ -85,7 +88,7 @@ def parse(text: str) -> Round:
 
 def can_be(kind: str, path: str, staging: str, stage: str, strike: str) -> bool:
     """Whether these five meet."""
-    if (kind == "adapter") != (staging == OWN) or (kind == "base" and strike in OTHERS):
+    if (kind == "adapter") != (staging == OWN) or (kind == "base" and strike in OF_ADAPTERS):
         return False
     if kind == "adapter" and (path == "adopt" or strike == "roll back"):
         return False

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.faults.__main__ import add_counts, player_on, read_counts
-from tests.faults.play import Outcome, Player
+from tests.faults.play import Player
 from tests.faults.rounds import KINDS, PATHS, STAGES, STAGINGS, STRIKES, Round, all_kinds, pairwise, parse
 from tests.faults.stand import until
+from tests.faults.strikes import Outcome
 from tests.faults.verdict import allowed
 from tests.holdings import born
 

@@ -13,7 +13,7 @@ from weight_updater.checksum import checksum
 
 if TYPE_CHECKING:
     from tests.faults.adapters import Adapters
-    from tests.faults.play import Outcome
+    from tests.faults.strikes import Outcome
 
 
 class Ledger:
@@ -113,6 +113,9 @@ def allowed(round_: Round, plan: dict, outcome: Outcome, moved: bool) -> set[str
             return {"new"} if ended == "committed" else {"old"}
         too_early = round_.strike == "new base" and round_.stage in ("start", "staging")
         return {"old"} if too_early else {"new"}
+    if round_.strike == "kill owner" and round_.stage != "committed":
+        in_time = ended == "committed" and (round_.passes or at_once)
+        return {"new"} if in_time else {"old"}
     if round_.strike == "full":
         return {"old"}
     if ended == "committed":
@@ -181,7 +184,7 @@ def check_records(
 
 
 def _asked_for(problem: str, adapter: str, round_: Round, plan: dict, outcome: Outcome) -> bool:
-    if outcome.engine_lost:
+    if outcome.engine_lost or outcome.owner_lost:
         return True
     if adapter and "ADAPTER_STALE" in problem:
         return outcome.base_moved
