@@ -13,7 +13,7 @@ from tests.faults.rounds import OTHERS, Round
 from tests.faults.stand import LEASE_S, Stand, until
 from tests.faults.verdict import Ledger
 from tests.wire.trainer import Named
-from trainers_adapters import PushError, TensorStream, push_weights
+from trainers_adapters import IpcArena, PushError, push_weights
 
 STALL_S = 1.5 * LEASE_S
 
@@ -159,6 +159,6 @@ class Striker:
         """A version's base weights, in one piece."""
         source = Named(self._ledger.weights(version).items())
         weights = self._stand.weights
-        with TensorStream(chunk_bytes=16384) as stream:
-            report = push_weights(source, weights, version, via=stream, inflight=inflight, lease_s=20.0)
+        with IpcArena() as arena:
+            report = push_weights(source, weights, version, via=arena, inflight=inflight, lease_s=20.0)
         assert report.version == version
