@@ -120,7 +120,7 @@ class Player:
         return {
             "staging": rng.choice(["auto", "host", "device"]),  # all of them mean its own
             "full_bytes": 3_000,
-            "shard_bytes": plan["shard_bytes"] // 20,
+            "shard_bytes": plan["shard_bytes"] // 40,
             "version": self._adapters.expect(plan["seed"]),
             "adapter": STRUCK,
             "base_seed": self._ledger.seed(self._ledger.live),
