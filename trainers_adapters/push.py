@@ -42,6 +42,7 @@ from trainers_adapters.sending import Outgoing, Sender, named_by_digest
 from trainers_adapters.sources import Source
 from weight_updater.errors import UpdateError
 from weight_updater.requests import (
+    AdapterSpec,
     BeginReply,
     BeginUpdate,
     Inflight,
@@ -147,7 +148,6 @@ def push_weights(
         skip_checksums=not verify,
         lease_s=lease_s,
         num_engines=len(engines),
-        adapter=source.spec(engines[0].layout()) if isinstance(source, AdapterSource) else None,
     )
     try:
         return _Push(source, engines, sender, update, timeout_s).run()
@@ -177,10 +177,13 @@ class _Push:
         manifest = described.manifest(checksums=verify and not sender.hashes_bytes)
         self._outgoing = Outgoing(source, manifest, self._started + timeout_s, verify, resident)
         self._pool = ThreadPoolExecutor(len(clients) + 1, thread_name_prefix="push")
-        self._alone = OneEngine(clients[0], sender, update, self._outgoing) if len(clients) == 1 else None
+        self._alone: OneEngine | None = None
 
     def run(self) -> PushReport:
         with self._pool:
+            self._update = replace(self._update, adapter=self._adapter())
+            if len(self._clients) == 1:
+                self._alone = OneEngine(self._clients[0], self._sender, self._update, self._outgoing)
             fields = self._staged()
             staged = time.monotonic()
             reply = self._alone.make_live(replace(self._update, **fields)) if self._alone else None
@@ -215,6 +218,17 @@ class _Push:
         except (RollsyncError, UpdateError) as error:
             fail("staging the bytes", error)
         return {"manifest": self._outgoing.manifest} | fields
+
+    def _adapter(self) -> AdapterSpec | None:
+        """What an update of an adapter says of it; the base weights are compared in the engines' dtypes."""
+        source, client = self._outgoing.source, self._clients[0]
+        if not isinstance(source, AdapterSource):
+            return None
+        try:
+            layout = client.layout(timeout_s=self._outgoing.seconds_left)
+        except RollsyncError as error:
+            fail(f"GetWeightLayout on {client.address}", error)
+        return source.spec(layout)
 
     def _begin_all(self, fields: dict[str, Any]) -> list[BeginReply]:
         def begin(client: WeightsClient) -> BeginReply:
