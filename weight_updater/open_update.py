@@ -221,7 +221,7 @@ class OpenUpdate:
         manifest, wrong = self.plan.manifest, ""
         if self.request.skip_checksums:
             wrong = "leaves checksums out (skip_checksums); bring none"
-        elif any(known is not None for known in manifest.checksums):
+        elif manifest.checksums.count(None) < len(manifest):
             wrong = "has checksums already; bring them once, when it begins or with the bytes"
         elif self.state is not UpdateState.BEGUN:
             wrong = "has begun to receive; its checksums come with the first bytes"
