@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout_engine.models import layers
-from rollout_engine.models.layers import MAX_THIN_ROWS, Head, RMSNorm, find_onednn, linear, rotate
+from rollout_engine.models import products
+from rollout_engine.models.layers import Head, RMSNorm, rotate
+from rollout_engine.models.products import MAX_THIN_ROWS, find_onednn, linear
 
 
 def operations(product) -> SimpleNamespace:
@@ -59,7 +60,7 @@ def test_an_operation_that_is_missing_or_does_something_else_is_not(found) -> No
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_without_onednn_the_blas_takes_over(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "ONEDNN", None)
+    monkeypatch.setattr(products, "ONEDNN", None)
     head = Head(24, 40, bias=bias)
     head.weight.data.normal_()
     if head.bias is not None:
