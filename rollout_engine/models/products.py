@@ -69,18 +69,18 @@ def linear(
 
     Args:
         decode: each row is the one new token of a sequence. Transformers, too, sums those in an order that
-            depends on how many they are; oneDNN's order is the same for any number, and it takes half the
-            time. The result may then be a transposed matrix in memory.
+            depends on how many they are; oneDNN's order is the same for any number above MAX_THIN_ROWS, and
+            it takes half the time. The result may then be a transposed matrix in memory.
     """
     if x.device.type == "cuda":
         return fused.linear(x, weight, bias)
     if x.device.type != "cpu" or x.dtype is not torch.float32:
         return F.linear(x, weight, bias)
-    oneside = decode and ONEDNN is not None
-    tall = weight.shape[0] > weight.shape[1] and not oneside
+    by_onednn = decode and ONEDNN is not None
+    tall = weight.shape[0] > weight.shape[1] and not by_onednn
     if x.shape[0] <= (MAX_THIN_ROWS_OF_TALL if tall else MAX_THIN_ROWS):
         return _thin(x, weight, bias)
-    if oneside:
+    if by_onednn:
         return _weight_first(x, weight, bias)
     return F.linear(x, weight, bias)
 

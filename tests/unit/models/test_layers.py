@@ -90,6 +90,7 @@ def test_products_of_any_height(rows: int, decode: bool, bias: bool) -> None:
     assert head(x).is_contiguous()
 
 
+@pytest.mark.skipif(products.ONEDNN is None, reason="this torch has no oneDNN")
 def test_a_row_of_a_decode_step_does_not_depend_on_how_many_there_are() -> None:
     x, weight, second = torch.randn(40, 576), torch.randn(96, 576), torch.randn(64, 96)
 
