@@ -44,6 +44,7 @@ VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.set-up
 MINUTES ?= 10
 JOBS ?= 2
+GPU_JOBS ?= 8
 BIN = $(shell $(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
 .PHONY: demo ppo test trl verl zero3 lint cases cases-red fuzz bench soak load gpu bench-gpu proto clean set-up
@@ -134,7 +135,10 @@ load: $(READY)
 
 gpu: $(GPU_READY)
 	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu needs a CUDA device and a CUDA build of torch (SETUP=no PYTHON=... uses one that is there)")'
-	$(RUN) -m pytest -m gpu tests/gpu
+	@# Files side by side where pytest-xdist is there; then, by themselves, those that count free memory.
+	@side=$$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(GPU_JOBS) --dist loadfile --no-loadscope-reorder"); \
+	$(RUN) -m pytest -m 'gpu and not alone' $$side tests/gpu; first=$$?; \
+	$(RUN) -m pytest -m 'gpu and alone' tests/gpu && exit $$first
 
 bench-gpu: $(GPU_READY)
 	$(RUN) -m tests.benchmarks.gpu $(ROWS)

@@ -25,13 +25,16 @@ class Channel:
         self._stream = sock.makefile("rb", buffering=1 << 20)
         self._send_lock = threading.Lock()
 
-    def send(self, message: messages.Event | messages.Command) -> None:
-        """Send one message whole. An end that is gone is noticed by `frames`, so it is not an error here."""
-        payload = messages.encoder.encode(message)
+    def send(self, *together: messages.Event | messages.Command) -> None:
+        """Send messages whole, in order, and where there are several so that the other end wakes up once.
+        An end that is gone is noticed by `frames`, so it is not an error here.
+        """
+        payloads = [messages.encoder.encode(message) for message in together]
+        data = b"".join([part for payload in payloads for part in (HEADER.pack(len(payload)), payload)])
         try:
             with self._send_lock:
                 if self._sock.fileno() >= 0:  # else this end was closed: the other one is gone
-                    self._sock.sendall(HEADER.pack(len(payload)) + payload)
+                    self._sock.sendall(data)
         except (BrokenPipeError, ConnectionResetError):
             return
 

@@ -163,24 +163,28 @@ class Engine:
 
     def _tell(self) -> None:
         """Send the outputs of this turn, and a snapshot when it is time for one."""
+        news: list[messages.Event] = []
         if outputs := self._requests.take_outputs():
-            self._channel.send(messages.Outputs(outputs))
-        for refusal in self._requests.take_refusals():
-            self._channel.send(refusal)
-        self._tell_ended()
+            news.append(messages.Outputs(outputs))
+        news += self._requests.take_refusals()
+        news += self._ended()
         if time.monotonic() - self._told_at >= SNAPSHOT_SECONDS:
-            self._tell_state()
+            news += self._new_state()
+        if news:
+            self._channel.send(*news)
 
-    def _tell_ended(self) -> None:
-        for record in self._records.take():
-            self._channel.send(messages.UpdateEnded(record))
+    def _ended(self) -> list[messages.UpdateEnded]:
+        """How updates ended, as far as nobody was told."""
+        return [messages.UpdateEnded(record) for record in self._records.take()]
 
-    def _tell_state(self) -> None:
+    def _new_state(self) -> list[messages.Snapshot]:
+        """A snapshot that says something new, or that comes as a sign of life."""
         snapshot = self._control.snapshot(self._num_steps, self._num_generated_tokens)
         now = time.monotonic()
-        if snapshot != self._told or now - self._told_at >= HEARTBEAT_SECONDS:
-            self._channel.send(snapshot)
-            self._told, self._told_at = snapshot, now
+        if snapshot == self._told and now - self._told_at < HEARTBEAT_SECONDS:
+            return []
+        self._told, self._told_at = snapshot, now
+        return [snapshot]
 
     # ------------------------------------------------------------ commands
 
@@ -250,18 +254,22 @@ class Engine:
 
     def _reply(self, call_id: int, result: Any, error: Exception | None) -> None:
         """Answer a call; snapshot and records go first, so that whoever has the reply sees its effect."""
-        self._tell_state()
-        self._tell_ended()
+        news: list[messages.Event] = [*self._new_state(), *self._ended()]
         self._uploads.drop(call_id)  # of a stream that was refused before it was looked at, too
-        self._answer_to.pop(call_id, self._channel).send(
-            messages.Reply(
-                call_id,
-                to_builtins(result),
-                None if error is None else error_info(error),
-                self._updater.version,
-                self._updater.commit_sequence,
-            )
+        reply = messages.Reply(
+            call_id,
+            to_builtins(result),
+            None if error is None else error_info(error),
+            self._updater.version,
+            self._updater.commit_sequence,
         )
+        answer_to = self._answer_to.pop(call_id, self._channel)
+        if answer_to is self._channel:
+            news.append(reply)
+        if news:
+            self._channel.send(*news)
+        if answer_to is not self._channel:
+            answer_to.send(reply)
 
     def _finish(self, sequence: Sequence, reason: str, error: str) -> None:
         self._requests.finish(sequence, reason, error, self._updater.version)

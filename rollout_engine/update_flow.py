@@ -224,11 +224,14 @@ class UpdateFlow:
             if receive.writes_live:
                 error = yield from self._clear_the_way(receive)
             if error is None and self._is_open(update_id):
-                self._num_working += alone  # another update's commit must not come while this is verified
-                try:
-                    yield OffLoop((lambda: self._updater.run_all(receive)) if alone else receive.run)
-                finally:
-                    self._num_working -= alone
+                if alone and receive.instant:
+                    self._updater.run_all(receive)
+                else:
+                    self._num_working += alone  # no commit of another update while this one is verified
+                    try:
+                        yield OffLoop((lambda: self._updater.run_all(receive)) if alone else receive.run)
+                    finally:
+                        self._num_working -= alone
         except Exception as caught:  # noqa: BLE001 - the updater decides what the fault means
             error = caught
         finally:

@@ -6,8 +6,11 @@ is what the library writes, byte for byte, so that it can read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from rollout_engine.v1 import weights_pb2 as pb
 from rollout_engine.v1.weights_pb2_grpc import WeightsStub
@@ -17,6 +20,11 @@ Chunk = tuple[int | None, int, Bytes | list[Bytes]]
 """(index in the manifest, offset in bytes within the tensor, bytes in one piece or several). No index: the
 offset counts in all tensors packed in the manifest's order, each at a multiple of 256 bytes, of which a chunk
 may hold several.
+"""
+
+LARGE_BYTES = 128 << 10
+"""From this size on a message is put together without keeping other threads from the interpreter: several
+streams send at once.
 """
 
 _CHUNK_TAG = b"\x12"  # field 2 of UpdateWeightsFromTensorRequest, length-delimited
@@ -71,7 +79,37 @@ def chunk_message(chunk: Chunk) -> bytes:
     if size:
         fields.append(_DATA_TAG + _varint(size))
     head, tail = b"".join(fields), _PACKED if tensor is None else b""
-    return b"".join([_CHUNK_TAG, _varint(len(head) + size + len(tail)), head, *parts, tail])
+    return _joined([_CHUNK_TAG, _varint(len(head) + size + len(tail)), head, *parts, tail], size)
+
+
+def _joined(parts: Sequence[Bytes], size: int) -> bytes:
+    """`parts`, of `size` bytes or a little more, as one bytes object."""
+    if size < LARGE_BYTES:
+        return b"".join(parts)
+    arrays = [np.frombuffer(part, dtype=np.uint8) for part in parts if len(part)]
+    message, memory = _new_bytes(sum([array.size for array in arrays]))
+    end = 0
+    for array in arrays:
+        memory[end : end + array.size] = array
+        end += array.size
+    return message
+
+
+def _new_bytes(size: int) -> tuple[bytes, np.ndarray[Any, np.dtype[np.uint8]]]:
+    """A bytes object that nobody has seen, with undefined contents, and [size] uint8 to write them by.
+
+    Python allows this as long as the object has one owner. numpy copies without holding the interpreter.
+    """
+    made: bytes = _bytes_of_size(None, size)
+    address = ctypes.cast(ctypes.c_char_p(made), ctypes.c_void_p).value
+    assert address is not None
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return made, np.frombuffer(memoryview(memory), dtype=np.uint8)
+
+
+_bytes_of_size = ctypes.pythonapi.PyBytes_FromStringAndSize
+_bytes_of_size.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+_bytes_of_size.restype = ctypes.py_object
 
 
 def _varint(value: int) -> bytes:

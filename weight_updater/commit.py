@@ -54,9 +54,9 @@ def make_live(
     done = Done()
     try:
         synchronise(target.device)  # passes that were started under the old weights end under them
-        _write(target, write, done)
+        moved = _write(target, write, graphs, done)
         _compare(target, expected, done)
-        _settle_graphs(graphs, recapture, done)
+        _settle_graphs(graphs, moved, recapture, done)
     except Exception as error:
         reason = error.reason if isinstance(error, UpdateError) else Reason.WRITE_FAILED
         text = f"a fault while new weights were written: {error!s} ({type(error).__name__})"
@@ -66,22 +66,27 @@ def make_live(
     return done
 
 
-def _write(target: WeightTarget, write: Write, done: Done) -> None:
-    """Write, and recompute derived state; a GPU has that queued before the write has ended."""
+def _write(target: WeightTarget, write: Write, graphs: GraphHooks, done: Done) -> list[str]:
+    """Write, and recompute derived state; a GPU has that queued before the write has ended. Returns the
+    captured storage that moved, which is known once everything is queued: a GPU copies meanwhile.
+    """
     start = time.perf_counter()
     write.run()
     if target.device.type == "cuda":
         written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         written.record(torch.cuda.current_stream(target.device))
         target.finalise()
+        moved = graphs.moved()
         written.synchronize()
         end = time.perf_counter()
     else:
         end = time.perf_counter()
         target.finalise()
+        moved = graphs.moved()
     done.write_s = end - start
     synchronise(target.device)
     done.finalise_s = time.perf_counter() - end
+    return moved
 
 
 def _compare(target: WeightTarget, expected: Mapping[str, int], done: Done) -> None:
@@ -95,16 +100,16 @@ def _compare(target: WeightTarget, expected: Mapping[str, int], done: Done) -> N
         raise WeightsTorn(
             Reason.CHECKSUM_MISMATCH,
             f"{wrong[0]} holds bytes with checksum {live[wrong[0]]:016x} after the write, "
-            f"{expected[wrong[0]]:016x} was staged{more}",
+            f"{expected[wrong[0]]:016x} was to come{more}; the copy failed, or a trainer that lent its "
+            f"memory wrote there during the call",
         )
 
 
-def _settle_graphs(graphs: GraphHooks, recapture: Recapture, done: Done) -> None:
+def _settle_graphs(graphs: GraphHooks, moved: list[str], recapture: Recapture, done: Done) -> None:
     num_captured = graphs.num_captured()
     if not num_captured:
         done.graphs_reason = "no graphs are captured"
         return
-    moved = graphs.moved()
     if not moved and recapture is not Recapture.ALWAYS:
         done.graphs_kept, done.graphs_reason = num_captured, "no captured address moved"
         return

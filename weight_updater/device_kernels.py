@@ -1,6 +1,6 @@
 """Triton kernels over many byte ranges in one launch: hash, copy, or both in one pass. Needs triton.
 
-A launch takes a table of chunks, [num_chunks, 8] int64, one program for each:
+A launch takes a table of chunks, [num_chunks, 8] int64, PARTS programs for each:
 
     source        address of the chunk's bytes
     destination   address that they are copied to; 0 where nothing is copied
@@ -58,21 +58,25 @@ def chunks_kernel(
     COPY: tl.constexpr,
     SCAN: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CHUNK_WORDS: tl.constexpr,
+    PART_WORDS: tl.constexpr,
+    PARTS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """One chunk per program.
+    """One part of a chunk per program; parts behind the end of a short chunk are empty.
 
     Args:
         ALIGNED: what both addresses are multiples of: 16, 8, or 1 (slow; each word is put together).
-        CHUNK_WORDS: of a full chunk; a multiple of WORDS.
+        PART_WORDS: of a full part; a multiple of WORDS.
+        PARTS: of a full chunk.
         WORDS: 64-bit words at a time, a power of two.
     """
-    row_of_table = table + tl.program_id(0).to(tl.int64) * 8
-    source = tl.load(row_of_table)
-    destination = tl.load(row_of_table + 1)
-    nbytes = tl.load(row_of_table + 2)
-    first_word = tl.load(row_of_table + 3)
+    number = tl.program_id(0).to(tl.int64)
+    row_of_table = table + number // PARTS * 8
+    before = number % PARTS * PART_WORDS  # words of the chunk that other programs take
+    source = tl.load(row_of_table) + before * 8
+    destination = tl.load(row_of_table + 1) + before * 8
+    nbytes = tl.minimum(tl.maximum(tl.load(row_of_table + 2) - before * 8, 0), PART_WORDS * 8)
+    first_word = tl.load(row_of_table + 3) + before
     row = tl.load(row_of_table + 4)
     exponent = _bits(tl.load(row_of_table + 5))
     step = _bits(tl.load(row_of_table + 6))
@@ -104,8 +108,8 @@ def chunks_kernel(
     else:
         source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), ALIGNED)
         destination_words = tl.multiple_of(destination.to(tl.pointer_type(tl.int64)), ALIGNED)
-        if num_words == CHUNK_WORDS:  # nearly all: no masks, and a known number of steps
-            for k in range(CHUNK_WORDS // WORDS):
+        if num_words == PART_WORDS:  # nearly all: no masks, and a known number of steps
+            for k in range(PART_WORDS // WORDS):
                 data = tl.load(source_words + k * WORDS + lane)
                 if COPY:
                     tl.store(destination_words + k * WORDS + lane, data)

@@ -24,10 +24,23 @@ if TYPE_CHECKING:
     from weight_updater.checksum import Scan
 
 CHUNK_BYTES = 512 << 10
-"""What one program of the kernel takes."""
+"""What one row of a table tells of."""
 
-_WORDS = 1024  # 64-bit words that a program takes at a time
-_NUM_WARPS = 4
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How the kernel divides chunks. parts: programs for each. words: 64-bit ones at a time."""
+
+    parts: int
+    words: int
+    num_warps: int
+
+
+# The fastest of some twenty on an H200: 0.98 and 1.07 of the time of the driver's own copy of 16 GB, with and
+# without looking at the bytes; and for reading alone 0.47.
+_COPYING = _Shape(parts=16, words=4096, num_warps=16)
+_SCANNING = _Shape(parts=8, words=1024, num_warps=4)
+
 _MAX_TABLES = 8
 _WORTH_KEEPING = 16  # ranges; smaller tables are made anew
 
@@ -280,16 +293,18 @@ def launch(
     """Enqueue the kernel for each alignment of a table on the current stream."""
     from weight_updater.device_kernels import chunks_kernel
 
+    shape = _SCANNING if scan else _COPYING
     for alignment, first, count in parts:
-        chunks_kernel[(count,)](
+        chunks_kernel[(count * shape.parts,)](
             chunks[first : first + count],
             results,
             copy,
             scan,
             alignment,
-            CHUNK_BYTES // 8,
-            _WORDS,
-            num_warps=_NUM_WARPS,
+            CHUNK_BYTES // 8 // shape.parts,
+            shape.parts,
+            shape.words,
+            num_warps=shape.num_warps,
         )
 
 

@@ -322,7 +322,7 @@ def _receive_packed(region: ShmSegment, sink: Sink, mappings: Mappings) -> None:
 
 
 def _receive_from_gpu(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, adopt: bool) -> None:
-    with mappings.using(request.cuda_regions), side_stream(mappings.device):
+    with mappings.using(request.cuda_regions):
         lent = mappings.arranged(request.lent, sink.plan, adopt=adopt)
         if lent is None:
             placements = _placements(request, sink.plan, arena, adopt=adopt)

@@ -3,7 +3,7 @@
 Where the sink borrows, a tensor's own bytes are its staging area: they are read once and compared before
 anything is written. A trainer may say that it has just done this reading itself (`scanned`: hashed where
 they lie, every value finite, after its last write); then they are read for the first time by the copy at
-the commit, which hashes in the same pass, and a difference found there tears the weights.
+the commit, and what lies in the slots after it is compared: a difference found there tears the weights.
 
 Mostly a push lends all tensors of its manifest, the same memory as in the step before; then what is worked
 out for each tensor is worked out once (`LentTensors.made`), and a step costs a few operations on arrays.
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from weight_updater.arena import TORCH_DTYPES
-from weight_updater.device_scan import Found, Launch, is_fast
+from weight_updater.device_scan import Found, Launch, is_fast, side_stream
 from weight_updater.plan import Plan
 from weight_updater.sink import Sink
 
@@ -77,25 +77,45 @@ def take_lent(sink: Sink, offered: LentTensors, device: torch.device, *, scanned
     Raises:
         UpdateRefused: BAD_CHUNK; or whatever ended the update in the meantime.
     """
-    plan = sink.plan
     sink.offered.append(offered)
-    fast = is_fast(device) and (sink.destination is None or sink.destination.device == device)
-    groups = offered.made(("groups", fast), lambda: _grouped(offered, fast=fast))
-    for index, data in groups.others:
-        sink.write(index, 0, data)
-    sink.flush()
+    groups = _groups(sink, offered, device)
+    if groups.others:
+        with side_stream(device):
+            for index, data in groups.others:
+                sink.write(index, 0, data)
+            sink.flush()
     sink.claim_whole(groups.indexes)
     found: Found | None = None
     try:
         if sink.destination is None:
             sink.borrowed.update(groups.together)
-        if sink.destination is None and scanned and sink.hashes:
-            found = _promised(sink, groups.indexes)
-        sought = sink.finds_nonfinite or sink.hashes or bool(plan.twins)
-        if found is None and (sought or sink.destination is not None):
-            found = _launch_for(sink, offered, groups, device, sought=sought).run()
+        found = _promised(sink, groups.indexes) if scanned else None
+        if found is None and _launches(sink):
+            found = _launch_for(sink, offered, groups, device).run()
     finally:
         sink.settle_whole(groups.indexes, found)
+
+
+def reads_lent(sink: Sink, offered: LentTensors, device: torch.device, *, scanned: bool) -> bool:
+    """Whether `take_lent` would read a byte."""
+    groups = _groups(sink, offered, device)
+    promised = scanned and _promised(sink, groups.indexes) is not None
+    return bool(groups.others) or (_launches(sink) and not promised)
+
+
+def _groups(sink: Sink, offered: LentTensors, device: torch.device) -> Groups:
+    fast = is_fast(device) and (sink.destination is None or sink.destination.device == device)
+    return offered.made(("groups", fast), lambda: _grouped(offered, fast=fast))
+
+
+def _seeks(sink: Sink) -> bool:
+    """Whether somebody will ask what the bytes hold."""
+    return sink.finds_nonfinite or sink.hashes or bool(sink.plan.twins)
+
+
+def _launches(sink: Sink) -> bool:
+    """Whether tensors are copied, or looked at, as they are taken."""
+    return sink.destination is not None or _seeks(sink)
 
 
 def _grouped(offered: LentTensors, *, fast: bool) -> Groups:
@@ -110,21 +130,23 @@ def _grouped(offered: LentTensors, *, fast: bool) -> Groups:
 
 
 def _promised(sink: Sink, indexes: list[int]) -> Found | None:
-    """What the manifest promises of tensors, whose trainer has read them; None if a checksum is missing."""
+    """What the manifest promises of tensors that the sink borrows, and whose trainer has read them; None if
+    that is not asked for, or a checksum is missing.
+    """
+    if sink.destination is not None or not sink.hashes:
+        return None
     checksums = sink.plan.manifest.checksums
     promised = [checksums[index] for index in indexes]
     if None in promised:
         return None
-    sink.promised.update(indexes)
     totals = np.array(promised, dtype=np.uint64) - sink.plan.mixed_lengths[indexes]
     return Found(totals, np.zeros(len(indexes), dtype=np.bool_))
 
 
-def _launch_for(
-    sink: Sink, offered: LentTensors, groups: Groups, device: torch.device, *, sought: bool
-) -> Launch:
+def _launch_for(sink: Sink, offered: LentTensors, groups: Groups, device: torch.device) -> Launch:
     """What hashes tensors of their slots' dtypes, or copies (and hashes) them into the destination; kept."""
     plan, destination, find_nonfinite = sink.plan, sink.destination, sink.finds_nonfinite
+    sought = _seeks(sink)
 
     def launch() -> Launch:
         places = [plan.slot(index) for index in groups.indexes]

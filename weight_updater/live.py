@@ -63,9 +63,14 @@ class LiveWeights:
         self._buffers = buffers
         self._graphs = graphs
 
+    @property
+    def is_known(self) -> bool:
+        """Whether `know` has nothing to hash."""
+        return bool(self.torn_reason) or len(self.known) == len(self._target.arena.slot_names)
+
     def know(self) -> None:
         """ANY THREAD. Complete `known`, while nothing writes to the slots."""
-        if self.torn_reason or len(self.known) == len(self._target.arena.slot_names):
+        if self.is_known:
             return
         missing = [name for name in self._target.arena.slot_names if name not in self.known]
         found = slot_checksums(self._target, missing)

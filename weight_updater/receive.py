@@ -9,6 +9,7 @@ from weight_updater import from_disk, from_distributed, from_ipc, from_tensor
 from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.groups import GroupRegistry
+from weight_updater.lent_tensors import reads_lent
 from weight_updater.look import Look
 from weight_updater.manifests import Manifests, check_files
 from weight_updater.open_update import OpenUpdate, Request, check_received
@@ -32,6 +33,7 @@ class Receive:
 
     writes_live: `run` writes into live slots; the loop lets no forward pass start until it returned.
     counted: it is one of the update's `num_receiving`.
+    instant: `run` reads nothing, so that the loop may call it itself.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class Receive:
         look: Callable[[], None] | None = None,
         *,
         counted: bool = False,
+        instant: bool = False,
     ) -> None:
         self.update = update
         self.request = request
         self.writes_live = update.writes_live
         self.counted = counted
+        self.instant = instant
         self._work = work
         self._look = look
 
@@ -125,6 +129,14 @@ class Receivers:
         lent = self.mappings.recall(request)
         self.mappings.pinned.update(region.allocation_id for region in lent.all_regions)
         return lambda: self._ipc(update, lent)
+
+    def is_instant(self, update: OpenUpdate, request: Request) -> bool:
+        """Whether the work for `request` reads no byte: it lends what was lent before, unlooked at."""
+        if not isinstance(request, FromIpc) or not request.lent or update.adopt or update.adapter is not None:
+            return False
+        lent = self.mappings.arranged(request.lent, update.plan, adopt=False)
+        device = self.mappings.device
+        return lent is not None and not reads_lent(update.sink, lent, device, scanned=request.scanned)
 
     def release(self, allocation_ids: Sequence[str]) -> int:
         """Unmap trainers' memory; returns how many mappings went.

@@ -59,7 +59,6 @@ class Sink:
         self.received_bytes = 0
         self.borrowed: dict[int, torch.Tensor] = {}  # tensor -> its bytes in the trainer's memory
         self.offered: list[LentTensors] = []  # what it borrowed many of them from
-        self.promised: set[int] = set()  # of these, those that the trainer has hashed and nobody else yet
         self.extra_bytes = 0
         self._arena = arena
         self.hashes = hashing

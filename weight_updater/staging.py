@@ -16,7 +16,7 @@ from weight_updater import virtual_memory
 from weight_updater.arena import TORCH_DTYPES, WeightTarget, aligned_zeros
 from weight_updater.cast import as_dtype, cast_into
 from weight_updater.device_scan import Launch, is_fast, warm
-from weight_updater.errors import Reason, UpdateRefused, WeightsTorn
+from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.pinned import pinned_zeros
 from weight_updater.plan import slot_nbytes
 from weight_updater.requests import Staging
@@ -217,25 +217,18 @@ class Exchange:
 
 
 class CopyBorrowed:
-    """Copy what a sink borrowed straight from the trainer's memory into `live`, casting where needed.
-
-    Tensors that only their trainer has hashed so far are hashed in the same pass.
-    """
+    """Copy what a sink borrowed straight from the trainer's memory into `live`, casting where needed."""
 
     def __init__(self, target: WeightTarget, live: torch.Tensor, sink: Sink) -> None:
-        self._sink = sink
-        self._promised = sorted(sink.promised)
-
-        def copies() -> tuple[Launch, Pairs, Launch | None]:
+        def copies() -> tuple[Pairs, Launch | None]:
             pairs = _merge(target, sink, live)
             many = is_fast(target.device) and len(pairs) > FEW_COPIES
-            return self._watch(target, live), pairs, Launch(target.device, pairs, None) if many else None
+            return pairs, Launch(target.device, pairs, None) if many else None
 
         if len(sink.offered) == 1:  # the same tensors as in the step before, mostly
-            key = ("commit", live.data_ptr(), tuple(self._promised))
-            self._watched, self._copies, self._launch = sink.offered[0].made(key, copies)
+            self._copies, self._launch = sink.offered[0].made(("commit", live.data_ptr()), copies)
         else:
-            self._watched, self._copies, self._launch = copies()
+            self._copies, self._launch = copies()
         dtypes = sink.plan.manifest.columns.dtypes
         self._casts = [
             (
@@ -253,30 +246,6 @@ class CopyBorrowed:
                 copy_bytes(destination, source)
         for destination, source in self._casts:
             cast_into(destination, source)
-        self._copy_watched()
-
-    def _watch(self, target: WeightTarget, live: torch.Tensor) -> Launch:
-        arena, plan, borrowed = target.arena, self._sink.plan, self._sink.borrowed
-        pairs = [
-            (arena.slot_view(live, plan.slot(index).name).view(-1).view(torch.uint8), borrowed[index])
-            for index in self._promised
-        ]
-        return Launch(target.device, pairs, [None] * len(pairs))
-
-    def _copy_watched(self) -> None:
-        """Copy and hash; raise WeightsTorn if what was read is not what the trainer promised."""
-        totals, lengths = self._watched.run().totals, self._sink.plan.mixed_lengths[self._promised]
-        found: list[int] = (totals + lengths).tolist()
-        promised = self._sink.received_checksums(self._promised)
-        if found == promised:
-            return
-        at = next(at for at, value in enumerate(found) if value != promised[at])
-        name = self._sink.plan.manifest.columns.names[self._promised[at]]
-        raise WeightsTorn(
-            Reason.CHECKSUM_MISMATCH,
-            f"{name} was copied with checksum {found[at]:016x}, the trainer had hashed "
-            f"{promised[at]:016x}: it wrote there during the call",
-        )
 
     def undo(self) -> bool:
         return False
@@ -291,7 +260,7 @@ def _merge(target: WeightTarget, sink: Sink, live: torch.Tensor) -> Pairs:
     sources = {
         arena.canonical(sink.plan.slot(index).name): sink.borrowed[index]
         for index in sink.plan.applied
-        if index in sink.borrowed and index not in sink.promised and sink.plan.same_dtype(index)
+        if index in sink.borrowed and sink.plan.same_dtype(index)
     }
     runs: list[list[int]] = []  # [offset in the arena, size]
     firsts: list[torch.Tensor] = []

@@ -171,7 +171,10 @@ class WeightUpdater:
         update.num_receiving += 1
         if update.state is UpdateState.BEGUN:
             update.state = UpdateState.RECEIVING
-        return Receive(update, request, work, self._receivers.look(update, request), counted=True)
+        knows = update.request.skip_checksums or self._live.is_known  # `run_all` verifies, too
+        instant = knows and self._receivers.is_instant(update, request)
+        look = self._receivers.look(update, request)
+        return Receive(update, request, work, look, counted=True, instant=instant)
 
     def received(self, receive: Receive, error: Exception | None) -> UpdateReply:
         """LOOP. The worker is done with `receive`.
@@ -212,7 +215,7 @@ class WeightUpdater:
         self._verify(update)
 
     def run_all(self, receive: Receive) -> None:
-        """WORKER. `receive.run`, then `verify` unless another receiver is at work; raises for `arrived`."""
+        """WORKER; LOOP if instant. `receive.run`, and `verify` if no other works; raises for `arrived`."""
         receive.run()
         if receive.update.num_receiving == receive.counted:
             self._verify(receive.update)
@@ -318,7 +321,7 @@ class WeightUpdater:
         """
         if self._live.has_lost_owner(now):
             reason = "the trainer that owns the adopted arena is gone"
-            if self.open is not None and self.open.in_adopted:
+            if self.open is not None and self.open.needs_live:
                 self._end(UpdateRefused(Reason.PEER_LOST, reason))
             self._live.tear(reason)
         self._receivers.tick(now)

@@ -8,9 +8,11 @@ to outlive a graph lies outside.
 
 from __future__ import annotations
 
+import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,7 +24,7 @@ from rollout_engine.runner.pending import PendingStep
 log = get_log(__name__)
 C = TypeVar("C")
 
-Identity = tuple[int, tuple[int, ...], torch.dtype]
+Identity = tuple[int, torch.Size, torch.dtype]
 """Address, shape and dtype of captured storage."""
 
 
@@ -48,6 +50,21 @@ def capture_graph(work: Callable[[], object], pool: Any) -> Graph:
     finally:
         graph.capture_end()
     return graph
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Collect garbage before the block and none within: what is freed may wait for the device, and to wait
+    for a stream that captures spoils the capture.
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def smallest_fit(sizes: Sequence[int], needed: int) -> int | None:
@@ -83,7 +100,7 @@ class CapturedStorages:
 
 
 def _identity(tensor: torch.Tensor) -> Identity:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
 def capture_sizes(
@@ -150,7 +167,7 @@ class Graphs:
         torch.cuda.empty_cache()  # gives the memory of the old graphs back
         pool = torch.cuda.graph_pool_handle()
         try:
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
+            with nothing_collected(), torch.inference_mode(), torch.cuda.stream(self._stream):
                 for runner in self._runners:
                     runner.capture(pool)
         except BaseException:

@@ -207,8 +207,9 @@ class EngineClient:
                 self._publish(event)
                 self._first_snapshot.set()
             case m.UpdateEnded():
-                log_update(event.record)
                 self.tally.update_ended(event.record)
+                # In a later turn of the loop: the trainer's reply is mostly right behind, and goes first.
+                asyncio.get_running_loop().call_later(0, log_update, event.record)
             case m.RequestRefused():
                 self.requests.deliver(event.request_id, event)
             case m.Ready():

@@ -19,7 +19,7 @@ from tests.desk import Desk, Running, desk
 from tests.engines import RunningEngine
 from tests.local_engine import LocalEngine
 from tests.ways import LOOPBACK, STAGINGS, Ways, free_port
-from weight_updater.device_memory import device_uuid
+from weight_updater.device_memory import GRANULE_BYTES, device_uuid
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.groups import SenderGroup
 from weight_updater.requests import InitGroup
@@ -203,25 +203,25 @@ def start_connected(start_trainer, directory: Path, engine: RunningEngine, **env
     return start_trainer("tests.gpu.trainer", str(directory), env=env)
 
 
+@pytest.mark.alone
 @pytest.mark.case("B098")
-@pytest.mark.parametrize("staging", ["none", "device"])
-def test_a_buffer_that_was_lent_twenty_times_is_freed(staging, gpu_engine, tiny_bf16_dir, start_trainer):
+def test_a_buffer_that_was_lent_twenty_times_is_freed(gpu_engine, tiny_bf16_dir, start_trainer):
     """One strided parameter goes through a buffer of the trainer's, which engines map once."""
     with start_connected(start_trainer, tiny_bf16_dir, gpu_engine) as child:
         child.ask("connect", address=gpu_engine.address)
         child.ask("stride")
-        before = child.ask("free_bytes")
         for seed in range(20):
             child.ask("train", seed=seed)
-            pushed = child.ask("push", staging=staging)
-            assert "reason" not in pushed, pushed
+            for staging in ("none", "device"):
+                pushed = child.ask("push", staging=staging)
+                assert "reason" not in pushed, pushed
             if seed == 1:
                 kept, lent = child.ask("free_bytes"), child.ask("allocation_ids")
         assert child.ask("allocation_ids") == lent, "the same buffer every time"
         assert abs(child.ask("free_bytes") - kept) < 4 << 20
         assert gpu_engine.weights.checksums().by_name == child.ask("checksums")
         child.ask("close")
-        assert child.ask("free_bytes") > before - (8 << 20), "closing gives the buffer back"
+        assert child.ask("free_bytes") >= kept + GRANULE_BYTES, "closing gives the buffer back"
 
 
 def virtual_bytes(pid: int) -> int:

@@ -18,7 +18,7 @@ from tests.engines import RunningEngine
 from tests.tiny import make_tiny
 from weight_updater.requests import DEFAULT_BUCKET_BYTES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 DEVICE = "cuda:0"
 VOCAB_SIZE = 32768

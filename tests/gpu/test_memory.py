@@ -14,7 +14,7 @@ from tests.unit.weight_updater.tiny_target import TinyTarget, make_updater, push
 from weight_updater import virtual_memory
 from weight_updater.arena import Arena, SlotSpec, StorageSpec, WeightTarget
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 DEVICE = torch.device("cuda:0")
 NUM_BYTES = 512 << 20

@@ -155,6 +155,7 @@ def test_after_an_update_from_another_gpu(
     assert_tokens(gpu_engine, fresh[other_bf16_dir], SIZES)
 
 
+@pytest.mark.alone
 @pytest.mark.case("B097")
 def test_fifty_updates_under_load_leave_nothing_behind(gpu_engine, trainer):
     """Memory, threads and files are flat after the first updates; each token has one label, and they come

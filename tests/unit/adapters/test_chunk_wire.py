@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import array
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_engine.v1 import weights_pb2 as pb
-from trainers_adapters.chunk_wire import chunk_message, stream_messages
+from trainers_adapters.chunk_wire import LARGE_BYTES, chunk_message, stream_messages
 
 Request = pb.UpdateWeightsFromTensorRequest
 
@@ -24,6 +26,16 @@ def test_a_chunk_is_written_as_the_library_writes_it(tensor, offset, parts):
     written = Request(chunk=chunk).SerializeToString()
     assert chunk_message((tensor, offset, data)) == written
     assert chunk_message((tensor, offset, [memoryview(part) for part in parts])) == written
+
+
+def test_a_large_chunk_in_pieces_is_written_as_the_library_writes_it():
+    wide = memoryview(array.array("H", range(60000)))
+    parts = [bytes(range(256)) * 700, b"", bytearray(96), wide, memoryview(b"the end")]
+    data = b"".join([bytes(part) for part in parts])
+    assert len(data) > 2 * LARGE_BYTES
+    written = Request(chunk=pb.TensorChunk(tensor=7, offset=1 << 40, data=data)).SerializeToString()
+    assert chunk_message((7, 1 << 40, parts)) == written
+    assert chunk_message((7, 1 << 40, data)) == written
 
 
 def test_views_of_wider_elements_count_in_bytes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 
@@ -286,6 +287,31 @@ def test_a_capture_that_fails_leaves_no_graph(no_device, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         graphs.capture()
     assert graphs.num_captured() == 0
+
+
+def test_garbage_goes_before_a_capture_and_not_while_it_runs(no_device, monkeypatch):
+    """Memory of another engine in this process may be garbage, and to free it waits for the device."""
+    gone: list[str] = []
+
+    class Cycle:
+        def __init__(self, name: str) -> None:
+            self.name, self.me = name, self
+
+        def __del__(self) -> None:
+            gone.append(self.name)
+
+    class Littering(FakeRunner):
+        def capture(self, pool):
+            assert gone == ["before"]
+            for _ in range(3000):
+                Cycle("within")
+            assert gone == ["before"]
+
+    Cycle("before")
+    graphs_of([Littering([], "a", [])], monkeypatch).capture()
+    assert gc.isenabled()
+    gc.collect()
+    assert len(gone) == 3001
 
 
 def test_the_smallest_size_that_fits():

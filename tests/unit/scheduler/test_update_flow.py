@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from rollout_engine.flows import FlowRunner
 from rollout_engine.gate import Gate
 from rollout_engine.update_flow import UpdateFlow
 from rollout_engine.update_records import UpdateRecords
+from tests.unit.weight_updater.fake_gpu import fake_gpu
+from tests.unit.weight_updater.test_from_cuda import lay_out
 from tests.unit.weight_updater.tiny_target import (
     EMBED,
+    HEAD,
     TinyTarget,
     make_updater,
     manifest_of,
@@ -222,3 +226,38 @@ def test_the_memory_of_an_update_that_was_aborted_under_its_worker_is_given_back
         assert num_mappings(named.name) == 1  # ours
     finally:
         gc.enable()
+
+
+def test_memory_that_was_lent_before_and_is_not_looked_at_needs_no_worker(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unseen = {"skip_checksums": True, "allow_nonfinite": True}
+    with fake_gpu(monkeypatch) as gpu:
+        handles = [gpu.allocate(1, 4096)]
+
+        def push(name: str, seed: int, *, lent: bool, scanned: bool = False, **asked: Any) -> bool:
+            """Whether the loop answers at once; what was pushed is live afterwards."""
+            new = {slot: value for slot, value in weights(seed).items() if slot != HEAD}  # which is tied
+            request = lay_out(gpu, new, handles)
+            manifest = manifest_of(new)
+            named: dict[str, Any] = {"manifest": manifest}
+            if lent:
+                request = FromIpc("", lent=request.digest())
+                named = {"manifest_digest": manifest.digest(), "checksums": tuple(manifest.checksums)}
+            begin = BeginUpdate(path=Path.IPC, update_id=name, staging=Staging.NONE, **named, **asked)
+            ipc = replace(request, scanned=scanned)
+            loop.start(name, loop.updates.update(messages.Update(call_id=1, ipc=ipc, begin=begin)))
+            at_once = name in loop.answers
+            reply = loop.turn_until(name)
+            assert isinstance(reply, UpdateReply), reply
+            assert reply.state is UpdateState.COMMITTED
+            assert all(torch.equal(loop.target.slot(slot), value) for slot, value in new.items())
+            return at_once
+
+        assert not push("mapped", 1, lent=False, **unseen)
+        assert not push("arranged", 2, lent=True)
+        assert push("again", 3, lent=True, **unseen)
+        assert not push("looked at", 4, lent=True, skip_checksums=True)
+        assert not push("what was live is not known", 5, lent=True, scanned=True)
+        assert push("promised", 6, lent=True, scanned=True)
+        loop.updater.release(["trainer-1"])

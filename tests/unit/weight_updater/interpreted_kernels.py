@@ -23,7 +23,10 @@ RANGES = [
 
 
 def main() -> None:
-    device_scan.CHUNK_BYTES, device_scan._WORDS = 8192, 256  # several chunks of several steps in few bytes
+    # Several chunks, of several parts, of several steps, in few bytes.
+    device_scan.CHUNK_BYTES = 32768
+    device_scan._SCANNING = device_scan._Shape(parts=4, words=256, num_warps=4)
+    device_scan._COPYING = device_scan._Shape(parts=2, words=512, num_warps=4)
     choose = random.Random(0)
     for seed in range(3):
         data = torch.randint(0, 120, (400_000,), dtype=torch.uint8)
