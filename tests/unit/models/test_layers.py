@@ -98,9 +98,11 @@ def test_a_row_of_a_decode_step_does_not_depend_on_how_many_there_are() -> None:
         """One product over what another left: it comes transposed."""
         return linear(linear(x[:rows], weight, None, decode=True), second, None, decode=True)
 
-    whole = both(40)
+    assert products.ONEDNN is not None
+    whole, by_onednn = both(40), products.ONEDNN(x, weight, None)
     for rows in (MAX_THIN_ROWS + 1, 8, 15, 16, 17, 33):
         assert torch.equal(both(rows), whole[:rows])
+        assert torch.equal(linear(x[:rows], weight, None, decode=True), by_onednn[:rows])
 
 
 def test_norm_and_rotation_round_as_in_transformers() -> None:
