@@ -37,16 +37,17 @@ class QueueChannel:
         while (command := self._commands.get()) is not None:
             yield command
 
-    def send(self, event: messages.Event) -> None:
-        match event:
-            case messages.Ready():
-                self.ready.set()
-            case messages.Outputs():
-                for output in event.outputs:
-                    if output.finish_reason:
-                        self.finished.put(output)
-            case messages.RequestRefused() | messages.Failed():
-                self.failure = event.error.message
+    def send(self, *events: messages.Event) -> None:
+        for event in events:
+            match event:
+                case messages.Ready():
+                    self.ready.set()
+                case messages.Outputs():
+                    for output in event.outputs:
+                        if output.finish_reason:
+                            self.finished.put(output)
+                case messages.RequestRefused() | messages.Failed():
+                    self.failure = event.error.message
 
 
 class Inside:
