@@ -54,6 +54,8 @@ class UpdateError(Exception):
     """
 
     def __init__(self, reason: Reason, message: str) -> None:
+        # Names of files, and of tensors in them, may hold halves of surrogate pairs, which no message can.
+        message = message.encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.reason = reason
         self.message = message
