@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from types import UnionType
 from typing import Any
 
 from weight_updater.errors import Reason, UpdateRefused
@@ -53,9 +54,9 @@ def read_spec(directory: str, asked: AdapterSpec) -> AdapterSpec:
         raise _not_plain(asked, f"it has {on[0]}={_shown(config[on[0]])}")
     if config.get("bias", "none") != "none":
         raise _not_plain(asked, f"it trains biases (bias={_shown(config['bias'])})")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    # A bool is an int, but of another type.
-    if type(rank) is not int or not 0 < rank <= MAX_RANK or type(alpha) not in (int, float):
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    if not (_is_number(rank, int) and 0 < rank <= MAX_RANK and _is_number(alpha, int | float)):
         raise corrupt(path, f"r is {_shown(rank)} and lora_alpha {_shown(alpha)}")
     try:
         scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
@@ -79,6 +80,10 @@ def _read(directory: str) -> tuple[str, dict[str, Any]]:
         return path, parse_json(os.pread(fd, identity.size, 0), path)
     finally:
         os.close(fd)
+
+
+def _is_number(value: Any, kind: type | UnionType) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _shown(value: Any) -> str:

@@ -259,6 +259,17 @@ def index_a_name_that_is_no_text(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(index)
 
 
+def test_a_name_of_any_length_leaves_the_engines_records_readable(engine, model, root):
+    directory = root / "long"
+    save_weights(str(directory), ModuleSource(model))
+    header = json.dumps({"x" * (6 << 20): {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}).encode()
+    file = len(header).to_bytes(8, "little") + header + bytes(4)
+    (directory / "model.safetensors").write_bytes(file)
+    assert refusal(load, engine, directory) == ("DATA_LOSS", "FILE_CORRUPT")
+    last = engine.rollout.info().recent_updates[-1]
+    assert (last.end, last.reason, last.message[-3:]) == ("refused", "FILE_CORRUPT", "...")
+
+
 NO_TEXT = {
     name_a_tensor_that_is_no_text: ("DATA_LOSS", "FILE_CORRUPT"),
     name_a_file_that_is_no_text: ("NOT_FOUND", "FILE_NOT_FOUND"),
