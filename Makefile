@@ -44,7 +44,7 @@ VERL_VENV := .venv-verl
 VERL_STAMP := $(VERL_VENV)/.set-up
 MINUTES ?= 10
 JOBS ?= 2
-GPU_JOBS ?= 6
+GPU_JOBS ?= 8
 BIN = $(shell $(RUN) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 
 .PHONY: demo ppo test trl verl zero3 lint cases cases-red fuzz bench soak load gpu bench-gpu proto clean set-up

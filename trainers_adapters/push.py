@@ -30,6 +30,7 @@ from trainers_adapters.sending import Outgoing, Sender, named_by_digest
 from trainers_adapters.sources import Source
 from weight_updater.errors import UpdateError
 from weight_updater.requests import (
+    AdapterSpec,
     BeginReply,
     BeginUpdate,
     Inflight,
@@ -139,7 +140,6 @@ def push_weights(
         skip_checksums=not verify,
         lease_s=lease_s,
         num_engines=len(engines),
-        adapter=source.spec(engines[0].layout()) if isinstance(source, AdapterSource) else None,
     )
     try:
         return _Push(source, engines, sender, update, timeout_s).run()
@@ -231,11 +231,22 @@ class _Push:
     def _staged(self) -> dict[str, Any]:
         """BeginUpdate fields that say what will come, and where it waits."""
         manifest = self._outgoing.manifest
-        fields: dict[str, Any] = {"manifest": manifest}
+        fields: dict[str, Any] = {"manifest": manifest, "adapter": self._adapter()}
         try:
             return fields | self._sender.stage(self._outgoing, self._clients)
         except (RollsyncError, UpdateError) as error:
             self._fail("staging the bytes", error)
+
+    def _adapter(self) -> AdapterSpec | None:
+        """What an update of an adapter says of it; the base weights are compared in the engines' dtypes."""
+        source, client = self._outgoing.source, self._clients[0]
+        if not isinstance(source, AdapterSource):
+            return None
+        try:
+            layout = client.layout(timeout_s=self._outgoing.seconds_left)
+        except RollsyncError as error:
+            self._fail(f"GetWeightLayout on {client.address}", error)
+        return source.spec(layout)
 
     def _begin_all(self, fields: dict[str, Any]) -> list[BeginReply]:
         def begin(client: WeightsClient) -> BeginReply:

@@ -178,6 +178,11 @@ class OpenUpdate:
         return self.in_adopted or (self.writes_live and self.sink.received_bytes > 0)
 
     @property
+    def needs_live(self) -> bool:
+        """It is of no use without what is live now: it writes there, replaces a part, or lies beside it."""
+        return self.in_adopted or self.request.partial or self.adapter is not None
+
+    @property
     def receiving(self) -> bool:
         """Bytes are on their way into the sink."""
         return self.num_receiving > 0

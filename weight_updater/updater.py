@@ -321,7 +321,7 @@ class WeightUpdater:
         """
         if self._live.has_lost_owner(now):
             reason = "the trainer that owns the adopted arena is gone"
-            if self.open is not None and self.open.in_adopted:
+            if self.open is not None and self.open.needs_live:
                 self._end(UpdateRefused(Reason.PEER_LOST, reason))
             self._live.tear(reason)
         self._receivers.tick(now)

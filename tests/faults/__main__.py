@@ -1,8 +1,8 @@
 """Faults on request.
 
-python -m tests.faults soak --minutes 10 [--seed N] [--players N]    rounds at random, several side by side;
-                                                                     counts go to counts.json
-python -m tests.faults repeat "disk / host / begun / kill trainer / 4711"
+python -m tests.faults soak --minutes 10 [--seed N] [--players N] [--kind base|adapter]
+                                    rounds at random, several side by side; counts go to counts.json
+python -m tests.faults repeat "base / disk / host / begun / kill trainer / 4711"
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.faults.adapters import MAX_ADAPTERS, Adapters
 from tests.faults.nursery import Nursery, nursery
-from tests.faults.play import Outcome, Player
-from tests.faults.rounds import Round, endless, parse
+from tests.faults.play import Player
+from tests.faults.rounds import KINDS, Round, endless, parse
 from tests.faults.stand import Stand
+from tests.faults.strikes import Outcome
 from tests.faults.verdict import Ledger
 from tests.tiny import make_tiny
 from trainers_adapters import RollsyncError
@@ -38,9 +40,10 @@ SAVE_EVERY = 5
 @contextlib.contextmanager
 def player_on(parent: Nursery, model_dir: Path, work_dir: Path) -> Iterator[Player]:
     """A player on a stand of its own, warmed up."""
-    stand = Stand(parent, model_dir, work_dir)
+    stand = Stand(parent, model_dir, work_dir, max_adapters=MAX_ADAPTERS)
     stand.start()
-    player = Player(stand, Ledger(model_dir))
+    ledger = Ledger(model_dir)
+    player = Player(stand, ledger, Adapters(stand, ledger, model_dir))
     player.warm_up()
     yield player
     stand.stop()
@@ -78,18 +81,19 @@ def add_counts(more: Counter[str], path: Path = COUNTS) -> int:
     return counts.total()
 
 
-def side_by_side(minutes: float, seed: int, num_players: int) -> int:
+def side_by_side(minutes: float, seed: int, num_players: int, kind: str) -> int:
     """Soaks at the same time, each with processes, files and ports of its own. 1 if any saw a round fail."""
     command = [sys.executable, "-m", "tests.faults", "soak", "--minutes", str(minutes), "--players", "1"]
+    command += ["--kind", kind] if kind else []
     seeds = [str(seed + number) for number in range(num_players)]
     players = [subprocess.Popen([*command, "--seed", one]) for one in seeds]
     return max(min(1, abs(player.wait())) for player in players)
 
 
-def soak(minutes: float, seed: int) -> int:
+def soak(minutes: float, seed: int, kind: str) -> int:
     """Rounds until the time is over. A round that fails is told with its line; the others go on elsewhere."""
     deadline = time.monotonic() + minutes * 60
-    rounds = endless(seed, read_counts())
+    rounds = endless(seed, read_counts(), kind)
     num_held = num_failed = 0
     print(f"seed {seed}", flush=True)
     while time.monotonic() < deadline:
@@ -157,15 +161,16 @@ def main() -> int:
     soaking.add_argument("--minutes", type=float, default=10.0)
     soaking.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
     soaking.add_argument("--players", type=int, default=3, help="mostly they wait, and need half a core each")
+    soaking.add_argument("--kind", choices=KINDS, default="", help="of what is updated; any if left out")
     repeating = commands.add_parser("repeat")
     repeating.add_argument("round")
     repeating.add_argument("--times", type=int, default=1)
     chosen = parser.parse_args()
     try:
         if chosen.command == "soak" and chosen.players > 1:
-            return side_by_side(chosen.minutes, chosen.seed, chosen.players)
+            return side_by_side(chosen.minutes, chosen.seed, chosen.players, chosen.kind)
         if chosen.command == "soak":
-            return soak(chosen.minutes, chosen.seed)
+            return soak(chosen.minutes, chosen.seed, chosen.kind)
         return repeat(chosen.round, chosen.times)
     except (AssertionError, RollsyncError):
         traceback.print_exc()

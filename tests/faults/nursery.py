@@ -115,6 +115,10 @@ class Nursery:
         """Let the engine's `at`-th read of a disk update fail ("error"), or be slow ("slow"); "" heals."""
         self.ask(do="arm", fault=fault, at=at, milliseconds=milliseconds)
 
+    def num_reads(self) -> int:
+        """How many reads of disk updates there were since a fault was armed."""
+        return int(self.ask(do="count"))
+
     def _connect(self) -> socket.socket:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.connect(self._path)
@@ -195,6 +199,10 @@ class _Parent:
         request = json.loads(data)
         if "role" in request:
             self._fork(link, request["role"], request["arguments"], fds)
+            return
+        if request["do"] == "count":
+            link.sendall(str(memoryview(self._control).cast("q")[2]).encode())
+            link.close()
             return
         if request["do"] == "arm":
             words = ["", "error", "slow"]

@@ -1,51 +1,36 @@
-"""Plays a round: sets the trainer going, strikes where it stops, and looks at what is left."""
+"""Plays a round: sets the trainer going, has it struck where it stops, and looks at what is left."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
-from dataclasses import dataclass, field
 
+from tests.faults.adapters import STRUCK, Adapters
 from tests.faults.nursery import Forked
-from tests.faults.rounds import Round
+from tests.faults.rounds import OWN, Round
 from tests.faults.stand import LEASE_S, Stand, until
+from tests.faults.strikes import Outcome, Striker
 from tests.faults.verdict import Ledger, allowed, check_records
 from tests.faults.weights import NUM_GREEDY, PROMPT
-from tests.wire.trainer import Named
-from trainers_adapters import TensorStream, push_weights
 
-STALL_S = 1.5 * LEASE_S
 SILENCED = ("kill trainer", "stop trainer", "close channel", "stop engine")
 """After these the lease ends the update, or may; in other rounds it is too long to end one by accident."""
-
-
-@dataclass
-class Outcome:
-    """What was seen in a round.
-
-    stopped: the trainer came to the stage where it was to be struck. ended: what it reported last, if it
-    lived to do so.
-    """
-
-    stopped: bool = False
-    ended: dict = field(default_factory=dict)
-    engine_lost: bool = False
-    rolled_back: bool = False
-    trainer_lost: bool = False
 
 
 class Player:
     """Plays rounds on one stand, and knows which weights each version stands for."""
 
-    def __init__(self, stand: Stand, ledger: Ledger) -> None:
-        self._stand, self._ledger = stand, ledger
+    def __init__(self, stand: Stand, ledger: Ledger, adapters: Adapters) -> None:
+        self._stand, self._ledger, self._adapters = stand, ledger, adapters
+        self._striker = Striker(stand, ledger, adapters)
 
     def warm_up(self) -> None:
         """Serve, update by every path once, and take the baseline of what may be held."""
+        self._adapters.begin()
         for path in ("distributed", "disk", "tensor", "segment", "ipc"):
-            self.play(Round(path, "host", "committed", "none", 7), check=False)
+            self.play(Round("base", path, "host", "committed", "none", 7), check=False)
+        self.play(Round("adapter", "disk", OWN, "committed", "none", 7), check=False)
         self._stand.take_baseline()
 
     def log(self) -> str:
@@ -59,26 +44,35 @@ class Player:
             AssertionError: what did not hold.
         """
         rng = random.Random(round_.seed)
+        if round_.strike == "kill owner":
+            self._striker.lend()
         plan = self._plan(round_, rng)
-        old = self._ledger.live
-        new = self._ledger.expect(plan["version"], plan["seed"])
-        outcome = Outcome()
-        if round_.path == "disk" and round_.stage == "transfer":
+        old, outcome = self._ledger.live, Outcome()
+        read = rng.randint(1, 3) if round_.path == "disk" and round_.stage == "transfer" else 0
+        if read:
             slow = round_.strike != "read error"
-            self._stand.nursery.arm("slow" if slow else "error", rng.randint(1, 3), 60)
-        client = self._stand.nursery.fork("client", address=self._stand.address, seed=round_.seed)
-        trainer = self._stand.nursery.fork("trainer", **plan)
+            self._stand.nursery.arm("slow" if slow else "error", read, 60)
+        fork = self._stand.nursery.fork
+        client = fork("client", address=self._stand.address, seed=round_.seed, adapter=STRUCK)
+        trainer = fork("trainer", **{name: value for name, value in plan.items() if name != "held"})
         try:
-            moved = self._watch(round_, trainer, client, outcome, rng)
+            moved = self._watch(round_, plan, trainer, client, outcome, rng)
             if moved:
                 old = self._ledger.expect(moved, plan["seed"] + 1)
-            self._end(round_, plan, trainer, client, outcome, old, new, moved)
+            if round_.strike in ("slow read", "read error"):
+                outcome.stopped = self._stand.nursery.num_reads() >= read
+            self._end(round_, plan, trainer, client, outcome, old, moved)
         finally:
             trainer.close()
             client.close()
+            if round_.strike == "kill owner":
+                self._striker.owner.close()
             self._stand.nursery.arm("", 0, 0)
         if outcome.engine_lost:
             self._replace(round_)
+        elif round_.kind == "adapter" or self._adapters.is_stale(STRUCK):
+            self._adapters.push()
+            self._adapters.check()
         if check:
             self._stand.check_given_back()
         return outcome
@@ -92,7 +86,7 @@ class Player:
         if round_.stage in ("start", "staging", "transfer", "committed") and round_.path != "distributed":
             forms += ["one call"]
         full = {"disk": ["file", "fsync"]}.get(round_.path, ["memory"])
-        return {
+        plan = {
             "address": self._stand.address,
             "path": round_.path,
             "staging": round_.staging,
@@ -104,13 +98,43 @@ class Player:
             "keep_previous": round_.strike == "roll back",
             "second": round_.path == "adopt" and rng.random() < 0.5,
             "full": rng.choice(full) if round_.strike == "full" else "",
+            "full_bytes": 100_000,
+            "shard_bytes": 60_000 if "read" in round_.strike else 150_000 if round_.seed % 2 else 1 << 30,
             "directory": str(self._stand.work_dir / "disk"),
             "version": self._ledger.highest + rng.randint(2, 4),
             "lease_s": LEASE_S if round_.strike in SILENCED else 20.0,
+            "adapter": "",
+            "base_seed": 0,
+            "held": True,
+        }
+        if round_.kind == "base":
+            self._ledger.expect(plan["version"], plan["seed"])
+            return plan
+        return plan | self._plan_of_adapter(plan, rng)
+
+    def _plan_of_adapter(self, plan: dict, rng: random.Random) -> dict:
+        """What is different for an adapter; now and then none is held that could be replaced."""
+        if rng.random() < 0.25:
+            assert self._adapters.remove() == self._adapters.live[STRUCK]
+            self._adapters.live[STRUCK] = 0
+        return {
+            "staging": rng.choice(["auto", "host", "device"]),  # all of them mean its own
+            "full_bytes": 3_000,
+            "shard_bytes": plan["shard_bytes"] // 40,
+            "version": self._adapters.expect(plan["seed"]),
+            "adapter": STRUCK,
+            "base_seed": self._ledger.seed(self._ledger.live),
+            "held": bool(self._adapters.live[STRUCK]),
         }
 
     def _watch(
-        self, round_: Round, trainer: Forked, client: Forked, outcome: Outcome, rng: random.Random
+        self,
+        round_: Round,
+        plan: dict,
+        trainer: Forked,
+        client: Forked,
+        outcome: Outcome,
+        rng: random.Random,
     ) -> int:
         """Until the trainer has ended or was struck; returns the version of its first adoption."""
         moved = 0
@@ -122,7 +146,7 @@ class Player:
                 outcome.stopped = True
                 if round_.passes:
                     time.sleep(delay + (0.02 if round_.path == "disk" and round_.stage != "commit" else 0))
-                self._strike(round_, trainer, client, outcome)
+                self._striker.strike(round_, plan, trainer, client, outcome)
                 if outcome.trainer_lost or outcome.engine_lost:
                     break
             else:
@@ -133,54 +157,13 @@ class Player:
         )
         return moved
 
-    def _strike(self, round_: Round, trainer: Forked, client: Forked, outcome: Outcome) -> None:
-        stand, strike = self._stand, round_.strike
-        if strike == "kill trainer":
-            trainer.kill()
-            outcome.trainer_lost = True
-        elif strike == "stop trainer":
-            trainer.signal(signal.SIGSTOP)
-            time.sleep(STALL_S)
-            trainer.signal(signal.SIGCONT)
-        elif strike == "close channel":
-            trainer.say("close")
-            outcome.trainer_lost = round_.path == "adopt"
-        elif strike == "abort update":
-            update = stand.state().open_update_id
-            if update:
-                stand.weights.abort(update)
-        elif strike == "kill engine":
-            os.kill(stand.engine_pid, signal.SIGKILL)
-            outcome.engine_lost = True
-        elif strike == "stop engine":
-            os.kill(stand.engine_pid, signal.SIGSTOP)
-            time.sleep(STALL_S)
-            os.kill(stand.engine_pid, signal.SIGCONT)
-        elif strike == "kill front":
-            stand.front.kill()
-            outcome.engine_lost = True
-        elif strike == "kill client":
-            client.kill()
-        elif strike == "kill group":
-            for pid in stand.nursery.children().get("gloo_child", ()):
-                os.kill(pid, signal.SIGKILL)
-        elif strike == "kill receivers":
-            for pid in stand.nursery.children().get("receiver", ()):
-                os.kill(pid, signal.SIGKILL)
-        elif strike == "roll back":
-            reply = stand.weights.rollback()
-            self._ledger.rolled_back(reply)
-            outcome.rolled_back = True
-        if not round_.passes and strike != "close channel":
-            trainer.say("go")
-
     # ------------------------------------------------------------ after it
 
-    def _end(self, round_, plan, trainer, client, outcome, old, new, moved) -> None:
+    def _end(self, round_, plan, trainer, client, outcome, old, moved) -> None:
         records = self._records(client)
         if outcome.engine_lost:
             self._check_lost(round_)
-            check_records(round_, plan, outcome, records, self._ledger)
+            check_records(round_, plan, outcome, records, self._ledger, self._adapters)
             return
         stand = self._stand
         if outcome.trainer_lost:
@@ -188,23 +171,20 @@ class Player:
         stand.until_quiet(20.0)
         if round_.path == "adopt" and outcome.trainer_lost:
             time.sleep(0.3)  # the owner is looked after now and then
+        if outcome.owner_lost:
+            self._striker.until_owner_is_missed()
         state = stand.state()
-        verdict = "torn"
-        if state.status == "serving":
-            verdict = self._check_serves(old, new)
-        else:
-            assert state.status == "not_serving"
-            assert state.not_serving_reason
-            refusal = self._stand.refusal()
-            assert refusal == "NOT_SERVING", f"{refusal!r} after {state}"
+        verdict = self._verdict(round_, plan, outcome, old, state)
         permitted = allowed(round_, plan, outcome, bool(moved))
         assert verdict in permitted, (
             f"the engine is {verdict}, may be {permitted}: {state.not_serving_reason!r}; {outcome}; {plan}"
         )
-        self._ledger.observe(state)
-        check_records(round_, plan, outcome, records, self._ledger)
-        if verdict == "torn" or round_.path == "adopt":
-            self._recover()
+        if round_.strike == "new base" and verdict == "old":
+            assert outcome.ended["reason"] in ("BASE_MISMATCH", "UPDATE_IN_PROGRESS"), outcome
+        check_records(round_, plan, outcome, records, self._ledger, self._adapters)
+        if verdict == "torn" or round_.path == "adopt" or outcome.owner_lost:
+            self._recover(like=state.weight_version if outcome.owner_lost else 0)
+            self._adapters.check()
         trainer.say("leave")
         if not outcome.trainer_lost:
             code = trainer.wait(15)
@@ -212,6 +192,26 @@ class Player:
                 trainer.signal(signal.SIGUSR1)
                 time.sleep(0.3)
             assert code == 0, f"the trainer ended with {code}:\n{stand.nursery.log.read_text()[-3000:]}"
+
+    def _verdict(self, round_: Round, plan: dict, outcome: Outcome, old: int, state) -> str:
+        """old, new or torn, of what the round was to update. All else is checked to be as it was."""
+        serves = state.status == "serving"
+        if not serves:
+            assert state.status == "not_serving"
+            assert state.not_serving_reason
+            refusal = self._stand.refusal()
+            assert refusal == "NOT_SERVING", f"{refusal!r} after {state}"
+        if round_.kind == "adapter":
+            assert serves == (not outcome.owner_lost), state
+            live = self._ledger.live  # what was pushed meanwhile, if anything
+            if serves:
+                self._check_serves(live, live)
+            assert self._ledger.observe(state) == (live != old), "commits of base weights alone are counted"
+            return self._adapters.observe(plan["version"], serves)
+        verdict = self._check_serves(old, plan["version"]) if serves else "torn"
+        outcome.base_moved = self._ledger.observe(state)
+        assert self._adapters.observe(0, serves) == "old"
+        return verdict
 
     def _records(self, client: Forked) -> list[dict]:
         client.say("stop")
@@ -232,23 +232,20 @@ class Player:
         wrong = [name for name, value in expected.items() if live.by_name.get(name) != value]
         assert not wrong, f"{wrong} are not version {live.weight_version}'s"
         assert set(live.by_name) == set(expected)
+        self._stand.rollout.flush_cache()  # products of other heights round in other places
         (completion,) = self._stand.rollout.generate(
             PROMPT, max_tokens=NUM_GREEDY, temperature=0.0, ignore_eos=True, timeout_s=20.0
         )
         assert completion.token_ids == self._ledger.tokens(live.weight_version)
         assert completion.weight_versions == [live.weight_version] * NUM_GREEDY
+        self._ledger.same_bits(live.weight_version, completion.logprobs)
         return verdict
 
-    def _recover(self) -> None:
-        """A full update makes the engine serve again."""
+    def _recover(self, like: int = 0) -> None:
+        """A full update makes the engine serve again: of version `like`'s bytes, or of new ones."""
         version = self._ledger.highest + 1
-        self._ledger.expect(version, version)
-        source = Named(self._ledger.weights(version).items())
-        stream = TensorStream(chunk_bytes=16384)
-        report = push_weights(
-            source, self._stand.weights, version, via=stream, inflight="abort", lease_s=20.0
-        )
-        assert report.version == version
+        self._ledger.expect(version, self._ledger.seed(like) if like else version)
+        self._striker.push(version, "abort")
         assert self._check_serves(version, version) == "new"
         self._ledger.observe(self._stand.state())
 
@@ -280,3 +277,4 @@ class Player:
         assert stand.rollout.info().weight_version == lost
         assert stand.refusal() == "VERSION_TOO_OLD"
         self._recover()
+        self._adapters.begin()

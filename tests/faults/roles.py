@@ -19,7 +19,8 @@ from rollout_engine import engine_main
 from rollout_engine.config import ServeConfig
 from rollout_engine.server import app, receiver, receivers
 from rollout_engine.server.engine_process import ENGINE_COMMAND
-from tests.faults import client, crowd, trainer
+from tests.faults import bank, client, crowd, trainer
+from tests.faults.adapted import Adapted
 from tests.faults.weights import load_model
 from weight_updater import gloo_child, gloo_parent
 
@@ -29,6 +30,7 @@ def load(model_dir: Path | None) -> None:
     torch.set_num_threads(1)
     if model_dir is not None:
         trainer.MODEL = load_model(model_dir)
+        trainer.ADAPTED.append(Adapted(model_dir))
     # What engines and fronts import when they need it.
     assert transformers.AutoTokenizer is not None
     assert transformers.AutoConfig is not None
@@ -47,6 +49,7 @@ def engine(fds: list[int], *, control: mmap.mmap, stub: str, words: list[str]) -
     """The engine process of a front; its group children come from the nursery as well."""
     gloo_parent.CHILD_COMMAND = (stub, *gloo_parent.CHILD_COMMAND[1:])
     os.preadv = _faulty_reads(control, os.preadv)  # type: ignore[assignment]
+    bank.tell_on_signal(Path(stub).parent)
     return engine_main.main(_take_over(fds, words))
 
 

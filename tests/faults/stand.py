@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.faults.adapted import MAX_RANK
+from tests.faults.bank import Held, look_into
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.weights import PROMPT
 from trainers_adapters import RolloutClient, RollsyncError, WeightsClient
@@ -32,9 +34,11 @@ _SEGMENT = re.compile(r"rollsync-[0-9a-f]{32}")
 class Stand:
     """A front and an engine that serve; `replace` starts others in their place."""
 
-    def __init__(self, nursery: Nursery, model_dir: Path, work_dir: Path, num_pages: int = 96) -> None:
+    def __init__(
+        self, nursery: Nursery, model_dir: Path, work_dir: Path, num_pages: int = 96, max_adapters: int = 0
+    ) -> None:
         self.nursery, self.work_dir = nursery, work_dir
-        self._num_pages = num_pages
+        self._num_pages, self._max_adapters = num_pages, max_adapters
         self._model_dir = model_dir
         self._num_started = 0
         self._baseline: dict[str, int] = {}
@@ -63,6 +67,8 @@ class Stand:
             "lease_seconds": UPLOAD_LEASE_S,
             "initial_version": version,
             "min_version": min_version,
+            "max_adapters": self._max_adapters,
+            "max_adapter_rank": MAX_RANK,
         }
         others = set(self.nursery.children().get("engine_main", ()))
         self.front = self.nursery.fork("front", config=config, ready_file=str(ready))
@@ -93,13 +99,17 @@ class Stand:
     def state(self):
         return self.rollout.info(timeout_s=10.0).state
 
-    def refusal(self) -> str:
+    def refusal(self, adapter: str = "") -> str:
         """Why generation is refused; empty if it is not."""
         try:
-            self.rollout.generate(PROMPT, max_tokens=1, timeout_s=20.0)
+            self.rollout.generate(PROMPT, max_tokens=1, adapter=adapter, timeout_s=20.0)
         except RollsyncError as error:
             return error.reason
         return ""
+
+    def bank(self) -> dict[str, Held]:
+        """What lies in the slots of the adapters that the engine holds."""
+        return look_into(self.engine_pid, self.work_dir)
 
     def until_quiet(self, seconds: float) -> None:
         """Wait until no update is open and no sequence lives."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -13,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.faults.__main__ import add_counts, player_on, read_counts
-from tests.faults.play import Outcome, Player
-from tests.faults.rounds import PATHS, STAGES, STAGINGS, Round, all_kinds, pairwise, parse
+from tests.faults.play import Player
+from tests.faults.rounds import KINDS, PATHS, STAGES, STAGINGS, STRIKES, Round, all_kinds, pairwise, parse
 from tests.faults.stand import until
+from tests.faults.strikes import Outcome
 from tests.faults.verdict import allowed
 from tests.holdings import born
 
@@ -23,11 +25,12 @@ SEED = int(os.environ.get("FAULTS_SEED") or random.SystemRandom().randrange(1_00
 """FAULTS_SEED=N runs the same rounds again."""
 
 FOUND = [
-    "segment / device / prepared / kill front / 484875",  # the engine lived on without its front
-    "ipc / host / prepared / kill trainer / 95460",  # the dead trainer's memory stayed mapped
-    "distributed / host / begun / kill trainer / 640349",  # its group's child lived on
-    "tensor / none / transfer / kill receivers / 750237",  # the engine kept their sockets
-    "segment / device / transfer / abort update / 790987",  # the trainer's segment stayed mapped
+    "base / segment / device / prepared / kill front / 484875",  # the engine lived on without its front
+    "base / ipc / host / prepared / kill trainer / 95460",  # the dead trainer's memory stayed mapped
+    "base / distributed / host / begun / kill trainer / 640349",  # its group's child lived on
+    "base / tensor / none / transfer / kill receivers / 750237",  # the engine kept their sockets
+    "base / segment / device / transfer / abort update / 790987",  # the trainer's segment stayed mapped
+    "adapter / segment / own / sent / kill owner / 4711",  # it committed beside weights that were lost
 ]
 """Rounds that once showed a fault of the product."""
 
@@ -40,7 +43,7 @@ def player(parent, faults_model, faults_dir) -> Iterator[Player]:
 
 @pytest.mark.timeout(600)
 def test_every_fault_leaves_a_whole_version_or_says_so(player, say):
-    rounds = [parse(text) for text in FOUND] + pairwise(SEED, at_least=40)
+    rounds = [parse(text) for text in FOUND] + pairwise(SEED, at_least=50)
     for number, round_ in enumerate(rounds):
         try:
             player.play(round_)
@@ -55,14 +58,14 @@ def test_the_rounds_of_a_run_cover_all_pairs():
         rounds = pairwise(seed, at_least=40)
         assert len(rounds) >= 40
         kinds = all_kinds()
-        for one, two in (("path", "staging"), ("path", "stage"), ("staging", "stage")):
-            index = {"path": 0, "staging": 1, "stage": 2}
+        index = {"kind": 0, "path": 1, "staging": 2, "stage": 3}
+        for one, two in itertools.combinations(index, 2):
             possible = {(kind[index[one]], kind[index[two]]) for kind in kinds}
             assert {(getattr(r, one), getattr(r, two)) for r in rounds} == possible
-        assert len({r.strike for r in rounds}) >= 8
-    assert {kind[0] for kind in kinds} == set(PATHS)
-    assert {kind[1] for kind in kinds} == set(STAGINGS)
-    assert {kind[2] for kind in kinds} == set(STAGES)
+        for kind in KINDS:
+            assert len({r.strike for r in rounds if r.kind == kind}) >= 7
+    for column, values in enumerate((KINDS, PATHS, STAGINGS, STAGES, STRIKES)):
+        assert {kind[column] for kind in kinds} == set(values)
 
 
 def test_what_a_nursery_forked_ends_when_it_is_killed():
@@ -97,11 +100,12 @@ def test_counts_of_many_processes_at_once_add_up_and_are_never_half_a_file(tmp_p
     assert os.listdir(tmp_path) == ["counts.json"]
 
 
-def test_a_strike_that_comes_late_may_meet_the_commit_but_an_abort_that_was_heard_may_not():
-    plan = {"form": "steps", "inflight": "keep"}
+PLAN = {"form": "steps", "inflight": "keep", "version": 7}
 
+
+def test_a_strike_that_comes_late_may_meet_the_commit_but_an_abort_that_was_heard_may_not():
     def verdicts(path: str, strike: str, **outcome) -> set[str]:
-        return allowed(Round(path, "device", "transfer", strike, 1), plan, Outcome(**outcome), False)
+        return allowed(Round("base", path, "device", "transfer", strike, 1), PLAN, Outcome(**outcome), False)
 
     refused = {"ended": "refused", "reason": "UNKNOWN_UPDATE"}
     assert verdicts("segment", "close channel", ended={"ended": "refused", "reason": ""}) == {"old", "new"}
@@ -109,3 +113,23 @@ def test_a_strike_that_comes_late_may_meet_the_commit_but_an_abort_that_was_hear
     assert verdicts("segment", "abort update", ended=refused) == {"old"}
     assert verdicts("segment", "abort update", ended={"ended": "committed"}) == {"new"}
     assert verdicts("tensor", "kill trainer", trainer_lost=True) == {"old"}, "there it waits to be struck"
+
+
+def test_an_adapter_is_never_torn_and_base_weights_that_come_first_refuse_it():
+    def verdicts(stage: str, strike: str, form: str = "steps", **outcome) -> set[str]:
+        plan = PLAN | {"form": form}
+        return allowed(Round("adapter", "disk", "own", stage, strike, 1), plan, Outcome(**outcome), False)
+
+    committed = {"ended": "committed"}
+    for kind, path, staging, stage, strike in all_kinds():
+        if kind == "adapter":
+            for outcome in (Outcome(), Outcome(ended=committed), Outcome(trainer_lost=True)):
+                found = allowed(Round(kind, path, staging, stage, strike, 1), PLAN, outcome, False)
+                assert found <= {"old", "new"}
+    assert verdicts("start", "new base", ended={"ended": "refused"}) == {"old"}
+    assert verdicts("start", "new base", ended=committed) == {"old"}, "it was trained on others"
+    assert verdicts("start", "same base", ended=committed) == {"new"}
+    assert verdicts("sent", "new base", ended=committed) == {"new"}, "they were refused, an update was open"
+    assert verdicts("transfer", "new base", "one call", ended={"ended": "refused"}) == {"old"}
+    assert verdicts("start", "remove adapter", removed=5, ended=committed) == {"new"}
+    assert verdicts("committed", "remove adapter", removed=7, ended=committed) == {"old"}, "not held"

@@ -22,9 +22,11 @@ from typing import Any
 
 import torch
 
+from tests.faults.adapted import Adapted
 from tests.faults.weights import base_of, weights_of, write_into
 from tests.wire.trainer import Named
 from trainers_adapters import (
+    AdapterSource,
     AdoptedArena,
     BroadcastGroup,
     DiskDirectory,
@@ -41,7 +43,8 @@ from weight_updater.errors import UpdateError
 from weight_updater.requests import BeginUpdate, Inflight, Manifest, Staging
 
 MODEL = torch.nn.Module()
-"""Set by the nursery before it forks."""
+ADAPTED: list[Adapted] = []
+"""Both are set by the nursery before it forks."""
 
 RECEIVE_TIMEOUT_S = 1.5
 """Of one wait of the engine in a group."""
@@ -49,9 +52,17 @@ RECEIVE_TIMEOUT_S = 1.5
 
 @dataclass(frozen=True)
 class Plan:
-    """What a trainer is to do. stage, at: where it stops (the `at`-th tensor or chunk of a transfer)."""
+    """What a trainer is to do. stage, at: where it stops (the `at`-th tensor or chunk of a transfer).
+
+    seed: of the weights, or of the adapter that is trained over the base weights of base_seed. adapter: its
+    name; "": the update is of the base weights. shard_bytes: of a file. full_bytes: then the disk is full.
+    """
 
     address: str
+    adapter: str
+    base_seed: int
+    shard_bytes: int
+    full_bytes: int
     path: str
     staging: str
     form: str
@@ -110,26 +121,48 @@ class Script:
             pass
 
 
-class Source(Named):
-    """Weights that are iterated for staging, for their manifest, and for sending; each can stop."""
+class Stopping:
+    """A source that is iterated for staging, for its manifest, and for sending; each can stop."""
 
-    def __init__(self, script: Script, weights: dict[str, torch.Tensor]) -> None:
-        super().__init__(weights.items())
-        self._script = script
-        self.phase = "staging"
+    phase = "staging"
+    script: Script
+    num_tensors: int
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, item in enumerate(self.named):
-            if index == self._script.plan.at % len(self.named) and self.phase:
-                self._script.reach(self.phase)
+        for index, item in enumerate(super().__iter__()):  # type: ignore[misc]
+            if index == self.script.plan.at % self.num_tensors and self.phase:
+                self.script.reach(self.phase)
             yield item
 
     def manifest(self, *, checksums: bool = True) -> Manifest:
         phase, self.phase = self.phase, ""
         try:
-            return super().manifest(checksums=checksums)
+            return super().manifest(checksums=checksums)  # type: ignore[misc]
         finally:
             self.phase = phase
+
+
+class Source(Stopping, Named):
+    """Base weights."""
+
+
+class Adapter(Stopping, AdapterSource):
+    """An adapter of a PEFT model."""
+
+
+def _source(script: Script) -> Source | Adapter:
+    plan = script.plan
+    source: Source | Adapter
+    if plan.adapter:
+        (adapted,) = ADAPTED
+        adapted.become(plan.base_seed, plan.seed)
+        source = adapted.source(plan.adapter, Adapter)
+        source.num_tensors = len(source.names)
+    else:
+        source = Source(weights_of(base_of(MODEL), plan.seed).items())
+        source.num_tensors = len(source.named)
+    source.script = script
+    return source
 
 
 class Reporting(WeightsClient):
@@ -138,7 +171,7 @@ class Reporting(WeightsClient):
     def __init__(self, script: Script) -> None:
         super().__init__(script.plan.address)
         self.script = script
-        self.source: Source | None = None
+        self.source: Source | Adapter | None = None
         self.reply: Any = None
         script.close = self.close
 
@@ -194,7 +227,7 @@ class Reporting(WeightsClient):
 def main(talk: socket.socket, **fields: Any) -> int:
     """Play the plan; returns the exit code."""
     script = Script(talk, Plan(**fields))
-    _fill(script.plan.full)
+    _fill(script.plan.full, script.plan.full_bytes)
     with Reporting(script) as client:
         try:
             act = _adopt if script.plan.path == "adopt" else _send
@@ -208,14 +241,14 @@ def main(talk: socket.socket, **fields: Any) -> int:
     return 0
 
 
-def _fill(what: str) -> None:
+def _fill(what: str, nbytes: int) -> None:
     """The disk or shared memory is full from now on."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if what == "file":  # EFBIG, in the middle of a file
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
     elif what == "fsync":
         os.fsync = full  # type: ignore[assignment]
     elif what == "memory":
@@ -224,7 +257,7 @@ def _fill(what: str) -> None:
 
 def _sender(plan: Plan) -> Sender:
     return {
-        "disk": lambda: DiskDirectory(plan.directory, max_shard_bytes=150_000 if plan.seed % 2 else 1 << 30),
+        "disk": lambda: DiskDirectory(plan.directory, max_shard_bytes=plan.shard_bytes),
         "distributed": lambda: BroadcastGroup(bucket_bytes=16384, group_timeout_s=5.0),
         "tensor": lambda: TensorStream(chunk_bytes=4096),
         "segment": TensorSegment,
@@ -234,7 +267,7 @@ def _sender(plan: Plan) -> Sender:
 
 def _send(script: Script, client: Reporting) -> None:
     plan = script.plan
-    source = client.source = Source(script, weights_of(base_of(MODEL), plan.seed))
+    source = client.source = _source(script)
     with _sender(plan) as sender:
         if plan.path == "tensor":
             _stop_after_sending(sender, client)
@@ -277,7 +310,7 @@ def _stop_after_sending(sender: Sender, client: Reporting) -> None:
     script.close = close
 
 
-def _in_steps(script: Script, client: Reporting, source: Source, sender: Sender) -> int:
+def _in_steps(script: Script, client: Reporting, source: Source | Adapter, sender: Sender) -> int:
     plan = script.plan
     outgoing = Outgoing(source, source.manifest(), deadline=time.monotonic() + 30.0)
     fields = {"manifest": outgoing.manifest} | sender.stage(outgoing, [client])
@@ -288,10 +321,11 @@ def _in_steps(script: Script, client: Reporting, source: Source, sender: Sender)
         inflight=Inflight(plan.inflight),
         keep_previous=plan.keep_previous,
         lease_s=plan.lease_s,
+        adapter=source.spec(client.layout()) if isinstance(source, Adapter) else None,
         **fields,
     )
     if plan.form == "one call":
-        return _in_one_call(client, update, sender, outgoing).version
+        return _in_one_call(client, update, sender, outgoing).brought_version
     begun = client.begin(update)
     beside = threading.Thread(target=_broadcast, args=(sender, begun, outgoing), daemon=True)
     beside.start()
@@ -302,7 +336,7 @@ def _in_steps(script: Script, client: Reporting, source: Source, sender: Sender)
         raise
     beside.join()
     client.prepare(begun.update_id)
-    return client.commit(begun.update_id).version
+    return client.commit(begun.update_id).brought_version
 
 
 def _broadcast(sender: Sender, begun: Any, outgoing: Outgoing) -> None:

@@ -15,8 +15,16 @@ from tests.engines import RunningEngine, serve
 from tests.lora import adapted, greedy, learn
 from tests.programs import run_program
 from tests.tiny import load_reference, make_tiny
+from tests.ways import free_port
 from tests.wire.trainer import PATHS, PROMPT, InFlight, push, reference_tokens, train
-from trainers_adapters import AdapterSource, ModuleSource, PushError, RollsyncError, push_weights
+from trainers_adapters import (
+    AdapterSource,
+    ModuleSource,
+    PushError,
+    RollsyncError,
+    WeightsClient,
+    push_weights,
+)
 from trainers_adapters.aio import AsyncRolloutClient, AsyncWeightsClient
 from trainers_adapters.results import VersionSpan
 from trainers_adapters.rollout_calls import Request
@@ -151,6 +159,15 @@ def test_two_engines_take_an_adapter_together_or_not_at_all(engine, model, model
             push_weights(AdapterSource(model, "other"), [engine.weights, second.weights])
         assert [held.name for held in engine.rollout.info().state.adapters] == ["walk"]
         assert not engine.rollout.info().state.open_update_id
+
+
+def test_a_push_to_an_engine_that_is_gone_says_that_nothing_was_committed(model):
+    address = f"127.0.0.1:{free_port()}"
+    with WeightsClient(address) as gone, pytest.raises(PushError) as lost:
+        push_weights(AdapterSource(model, "walk"), gone, timeout_s=5.0)
+    assert (lost.value.reason, lost.value.committed, lost.value.laggards) == ("UNREACHABLE", (), ())
+    assert f"GetWeightLayout on {address}" in lost.value.message
+    assert "every engine keeps its version" in lost.value.message
 
 
 def test_clients_for_asyncio(engine, model, free):

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from tests.engines import RunningEngine, serve
+from tests.lora import adapted as adapted_model
 from tests.preloaded import interpreter
 from tests.tiny import load_reference, make_tiny
 from tests.wire.trainer import (
     PROMPT,
     InFlight,
+    Named,
     assert_serves,
     beside,
     checksums_of,
@@ -25,8 +27,8 @@ from tests.wire.trainer import (
     until,
     until_closed,
 )
-from trainers_adapters import AdoptedArena, IpcArena, ModuleSource, RollsyncError, push_weights
-from weight_updater.requests import BeginUpdate, Recapture
+from trainers_adapters import AdapterSource, AdoptedArena, IpcArena, ModuleSource, RollsyncError, push_weights
+from weight_updater.requests import BeginUpdate, Recapture, Staging
 from weight_updater.requests import Path as Way
 
 
@@ -37,7 +39,9 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir) -> Iterator[RunningEngine]:
-    with serve(model_dir, "--num-pages", "256", "--lease-seconds", "30", forked=True) as running:
+    with serve(
+        model_dir, "--num-pages", "256", "--lease-seconds", "30", "--max-adapters", "1", forked=True
+    ) as running:
         yield running
 
 
@@ -232,14 +236,18 @@ def test_an_engine_whose_arena_is_closed_stops_serving(engine, model):
     assert_serves(engine, model, version)
 
 
-@pytest.mark.parametrize("while_writing", [False, True])
-def test_the_trainers_death_is_seen_within_a_second(while_writing, engine, model, model_dir):
-    child = subprocess.Popen(
+def adopting_trainer(engine: RunningEngine, model_dir: Path) -> subprocess.Popen:
+    return subprocess.Popen(
         [interpreter(), "-m", "tests.wire.adopting_trainer", engine.address, str(model_dir)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.mark.parametrize("while_writing", [False, True])
+def test_the_trainers_death_is_seen_within_a_second(while_writing, engine, model, model_dir):
+    child = adopting_trainer(engine, model_dir)
     try:
         assert child.stdout.readline() == "adopted\n"
         stream = None if while_writing else InFlight(engine, 480 - len(PROMPT))
@@ -262,6 +270,37 @@ def test_the_trainers_death_is_seen_within_a_second(while_writing, engine, model
     assert_serves(engine, model, version)
     with adopted(engine, model) as arena:  # another trainer may share its memory now
         assert_serves(engine, model, arena.report.version)
+
+
+@pytest.mark.parametrize("what", ["adapter", "partial"])
+def test_an_update_that_needs_the_dead_trainers_weights_ends_with_them(what, engine, model, model_dir):
+    """A full update would make the engine whole; one of an adapter beside them or of a part of them would
+    not, and must not say that it has committed.
+    """
+    push(model, engine)  # the trainer adopts with the same bytes
+    source = AdapterSource(adapted_model(model_dir), "held")
+    if what == "adapter":
+        held = push_weights(source, engine.weights).version
+        opened = {"manifest": source.manifest(), "adapter": source.spec(engine.weights.layout())}
+    else:
+        opened = {"manifest": Named(list(ModuleSource(model))[:3]).manifest(), "partial": True}
+    child = adopting_trainer(engine, model_dir)
+    try:
+        assert child.stdout.readline() == "adopted\n"
+        update = engine.weights.begin(BeginUpdate(path=Way.TENSOR, staging=Staging.HOST, **opened)).update_id
+    finally:
+        child.kill()
+        child.wait()
+    until(lambda: engine.rollout.info().state.status == "not_serving", "the engine notices")
+    until_closed(engine)
+    with pytest.raises(RollsyncError, match="the trainer that owns the adopted arena is gone") as ended:
+        engine.weights.commit(update)
+    assert ended.value.reason == "UNKNOWN_UPDATE"
+    version = push(model, engine).version
+    assert_serves(engine, model, version)
+    if what == "adapter":
+        completion = engine.greedy(PROMPT, adapter="held", ignore_eos=True)
+        assert completion.adapter_versions == [held] * 8, "over the bytes that it was pushed over"
 
 
 def test_rollback_does_not_let_generation_into_what_the_trainer_writes(engine, model):
