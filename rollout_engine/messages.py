@@ -109,7 +109,7 @@ class Begin(Call, frozen=True):
 class Update(Call, frozen=True):
     """Receive bytes for an open update; or, with `begin`, begin, receive and commit. Result: UpdateReply.
 
-    Exactly one of the four requests is set.
+    Exactly one of the four requests is set. commit: of an open update, as soon as its bytes are here.
     """
 
     disk: FromDisk | None = None
@@ -117,6 +117,7 @@ class Update(Call, frozen=True):
     tensor: FromTensor | None = None
     ipc: FromIpc | None = None
     begin: BeginUpdate | None = None
+    commit: bool = False
 
 
 class Chunk(Message, frozen=True):

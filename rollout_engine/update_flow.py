@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rollout_engine import messages
 from rollout_engine.flows import Flow, OffLoop, Until
@@ -42,6 +42,10 @@ from weight_updater.updater import WeightUpdater
 
 MAX_REMEMBERED = 64
 """Committed updates whose reply is kept for callers that ask again; at least as many as WeightUpdater's."""
+
+
+MAY_COME_AGAIN = (Reason.WRONG_STATE, Reason.MANIFEST_UNKNOWN)
+"""Why a call that commits what another call began may be refused without ending the update."""
 
 
 class UpdateFlow:
@@ -93,20 +97,28 @@ class UpdateFlow:
         if request is None:
             raise UpdateRefused(Reason.INVALID_UPDATE, "the call names no path")
         try:
-            if command.begin is None:
+            if command.begin is None and not command.commit:
                 return (yield from self._receive(command.call_id, request))
+            if command.begin is None:
+                yield Until(lambda: not self._num_working)  # as in `_commit`
+                return (yield from self._rest(command.call_id, request, MAY_COME_AGAIN))
             if command.begin.update_id and (done := self._replay(command.begin.update_id)):
                 return done
             begun = yield from self._begin(command.begin)
             request = dataclasses.replace(request, update_id=begun.update_id)
-            try:
-                yield from self._receive(command.call_id, request, alone=True)
-                return (yield from self._commit(begun.update_id))
-            except UpdateError as error:
-                self._end_failed(begun.update_id, error)
-                raise
+            return (yield from self._rest(command.call_id, request))
         finally:
             self._uploads.drop(command.call_id)
+
+    def _rest(self, call_id: int, request: messages.FromAny, forgiven: Collection[Reason] = ()) -> Flow:
+        """All of an update's life after its begin; what fails ends it, but for the `forgiven` reasons."""
+        try:
+            yield from self._receive(call_id, request, alone=True)
+            return (yield from self._commit(request.update_id))
+        except UpdateError as error:
+            if error.reason not in forgiven:
+                self._end_failed(request.update_id, error)
+            raise
 
     def prepare(self, command: messages.Prepare) -> Flow:
         """Do everything that can refuse, and vote."""

@@ -28,7 +28,8 @@ from trainers_adapters.buckets import Bucket, GpuMemory, SharedMemory
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.engine_layout import EngineLayout, is_computed, misfit, refusal
 from trainers_adapters.errors import PushError, RollsyncError
-from trainers_adapters.push import COMMIT_RETRY_S, PushReport
+from trainers_adapters.push import PushReport
+from trainers_adapters.push_ends import COMMIT_RETRY_S
 from trainers_adapters.send_ipc import release_everywhere
 from trainers_adapters.sending import named_by_digest
 from weight_updater.arena import TORCH_DTYPES

@@ -26,7 +26,7 @@ from weight_updater.device_memory import (
     handle_of,
     identities_of,
 )
-from weight_updater.device_scan import Launch, copy_many, is_fast
+from weight_updater.device_scan import Launch, Started, copy_many, is_fast
 from weight_updater.manifest import Columns
 from weight_updater.requests import CudaIpcRegion, FromIpc, Manifest, RegionPlacement, TensorSpec, align
 
@@ -68,6 +68,14 @@ class _Known:
     handle: bytes | None
 
 
+_Key = list[tuple[str, int, bool, torch.Size, torch.dtype]]
+
+
+def _key(named: Iterable[tuple[str, torch.Tensor]]) -> _Key:
+    """What is the same as long as tensors lie where they lay; an address is one GPU's alone."""
+    return [(name, t.data_ptr(), t.is_contiguous(), t.shape, t.dtype) for name, t in named]
+
+
 class CudaLending:
     """Handles of a trainer's CUDA memory. Used by one thread at a time."""
 
@@ -76,18 +84,27 @@ class CudaLending:
         self._known: dict[int, _Known] = {}  # by identity
         self._buffers: dict[int, DeviceBuffer] = {}  # by GPU
         self._retired: list[DeviceBuffer] = []
-        self._key: list[tuple[str, int, bool, torch.Size, torch.dtype]] = []  # of what `_lent` describes
+        self._key: _Key = []  # of what `_lent` describes
         self._columns: Columns | None = None  # of the manifest that it was compared with
         self._indexes: list[int] = []  # of the GPUs
         self._staged: list[tuple[int, torch.Tensor]] = []  # (tensor, its place in a buffer)
         self._lent: Lent | None = None
         self._kept: list[torch.Tensor] = []
         self._scans: list[tuple[list[int], Launch, npt.NDArray[np.uint64]]] = []  # by GPU; see `scan`
+        self._started: list[Started] = []  # of these, before somebody asked
 
     @property
     def allocation_ids(self) -> set[str]:
         """Of everything that engines may have mapped."""
         return self._lent.allocation_ids if self._lent is not None else set()
+
+    def start_scan(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Let the GPUs hash tensors that lie where those of the push before lay, ahead of `lend`, which then
+        compares everything else meanwhile. What they find is for `scan`, if `lend` lends the same memory.
+        """
+        self._started = []
+        if not self._staged and _key(named) == self._key:  # what is staged has to be filled first
+            self._started = [launch.start() for _, launch, _ in self._scans]
 
     def lend(self, named: Iterable[tuple[str, torch.Tensor]], manifest: Manifest) -> Lent:
         """What to lend of a source's tensors, which all lie on GPUs. Waits until they are written.
@@ -99,17 +116,17 @@ class CudaLending:
             ValueError: the source does not yield what its manifest says.
             UpdateRefused: MEMORY_UNAVAILABLE, NO_MEMORY.
         """
-        self.let_go()  # before as many new ones are made
+        self._kept = []  # before as many new ones are made
         pairs = list(named)
-        # An address is one GPU's alone.
-        key = [(name, t.data_ptr(), t.is_contiguous(), t.shape, t.dtype) for name, t in pairs]
-        if key != self._key or manifest.columns is not self._columns:
+        key = _key(pairs)
+        moved = key != self._key
+        if moved or manifest.columns is not self._columns:
             for spec, (name, tensor) in zip(manifest.tensors, pairs, strict=True):
                 _check(spec, name, tensor)
         tensors = [tensor for _, tensor in pairs]
         self._kept = tensors  # a source may make tensors as it goes; they live until the next push
-        if self._lent is None or key != self._key or not self._still_there():
-            self._scans = []
+        if self._lent is None or moved or not self._still_there():
+            self._scans, self._started = [], []
             self._lent = self._arrange(tensors, manifest)
             self._indexes = sorted({tensor.get_device() for tensor in tensors})
         self._key, self._columns = key, manifest.columns
@@ -120,7 +137,7 @@ class CudaLending:
 
     def let_go(self) -> None:
         """Keep the last push's tensors no longer: a source that makes its own has room for new ones then."""
-        self._kept = []
+        self._kept, self._started = [], []
 
     def scan(self) -> tuple[list[int], bool]:
         """The checksums of what is lent now, in order; and whether a value in it is not finite, or may be."""
@@ -131,9 +148,11 @@ class CudaLending:
             if not all(is_fast(device) for device in devices):
                 return checksums(where), True
             self._scans = [_scan_on(device, where) for device in devices]
+        started = self._started or [launch.start() for _, launch, _ in self._scans]
+        self._started = []
         values, nonfinite = [0] * len(self._kept), False
-        for here, launch, lengths in self._scans:
-            found = launch.run()
+        for (here, _, lengths), one in zip(self._scans, started, strict=True):
+            found = one.result()
             for at, value in zip(here, (found.totals + lengths).tolist(), strict=True):
                 values[at] = value
             nonfinite = nonfinite or bool(found.nonfinite.any())
@@ -253,7 +272,7 @@ class CudaLending:
     def close(self) -> None:
         """Free everything; engines have released all of it."""
         self._staged, self._kept, self._scans, self._lent, self._key = [], [], [], None, []
-        self._columns = None
+        self._columns, self._started = None, []
         self._retired += self._buffers.values()
         self._buffers = {}
         self._known = {}

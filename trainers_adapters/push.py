@@ -6,6 +6,8 @@
     4 prepare   (several engines) every engine votes; one failed vote aborts the update on all
     5 commit    one engine first; once it has committed, the push only goes forward
 
+One engine alone takes fewer calls where the path allows it: push_one.py.
+
 The version that a push reports is the one in the engines' replies, and nothing else.
 """
 
@@ -15,13 +17,23 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 from trainers_adapters.adapter_source import AdapterSource
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import PushError, RollsyncError
+from trainers_adapters.push_ends import (
+    ABORT_TIMEOUT_S,
+    COMMIT_RETRY_S,
+    RETRY_PAUSE_S,
+    check_committed,
+    fail,
+    incomplete,
+    is_unknown,
+)
+from trainers_adapters.push_one import OneEngine
 from trainers_adapters.resident import resident_bytes
 from trainers_adapters.send_distributed import BroadcastGroup
 from trainers_adapters.send_ipc import IpcArena
@@ -36,7 +48,6 @@ from weight_updater.requests import (
     Inflight,
     Staging,
     UpdateReply,
-    UpdateState,
 )
 
 R = TypeVar("R")
@@ -47,9 +58,6 @@ DEFAULT_SENDERS: dict[str, Callable[[], Sender]] = {
     "distributed": BroadcastGroup,
 }
 """What a path means when no sender is given; the disk path needs to be told a directory."""
-
-COMMIT_RETRY_S = 10.0
-"""Seconds for which a commit is sent again to an engine that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +177,16 @@ class _Push:
         manifest = described.manifest(checksums=verify and not sender.hashes_bytes)
         self._outgoing = Outgoing(source, manifest, self._started + timeout_s, verify, resident)
         self._pool = ThreadPoolExecutor(len(clients) + 1, thread_name_prefix="push")
+        self._alone: OneEngine | None = None
 
     def run(self) -> PushReport:
         with self._pool:
+            self._update = replace(self._update, adapter=self._adapter())
+            if len(self._clients) == 1:
+                self._alone = OneEngine(self._clients[0], self._sender, self._update, self._outgoing)
             fields = self._staged()
             staged = time.monotonic()
-            reply = self._in_one_call(fields) if len(self._clients) == 1 else None
+            reply = self._alone.make_live(replace(self._update, **fields)) if self._alone else None
             if reply is not None:
                 return self._report({self._clients[0].address: reply}, staged, staged)
             begun = self._begin_all(fields)
@@ -184,36 +196,6 @@ class _Push:
                 self._prepare_all()
             replies = self._commit_all(begun[0])
         return self._report(replies, staged, sent)
-
-    def _in_one_call(self, fields: dict[str, Any]) -> UpdateReply | None:
-        """Begin, send and commit in one call, if the sender can. Asked again, an engine that has committed
-        gives the same answer.
-        """
-        (client,) = self._clients
-        give_up = time.monotonic() + COMMIT_RETRY_S
-        update = replace(self._update, **fields)
-        while True:
-            try:
-                reply = named_by_digest(
-                    client,
-                    update,
-                    self._outgoing.digest,
-                    lambda asked: self._sender.in_one_call(client, asked, self._outgoing),
-                )
-                break
-            except RollsyncError as error:
-                if not _unknown(error):
-                    self._fail(
-                        f"UpdateWeightsFrom{self._sender.path.capitalize()} on {client.address}", error
-                    )
-                if not error.unreachable or time.monotonic() > give_up:
-                    with suppress(RollsyncError):
-                        client.abort(update.update_id, timeout_s=10.0)
-                    self._incomplete(self._update.version, {}, {client.address: error})
-                time.sleep(0.2)
-        if reply is not None:
-            self._check(client.address, reply, self._update.version or reply.brought_version)
-        return reply
 
     def _report(self, replies: dict[str, UpdateReply], staged: float, sent: float) -> PushReport:
         now = time.monotonic()
@@ -230,12 +212,12 @@ class _Push:
 
     def _staged(self) -> dict[str, Any]:
         """BeginUpdate fields that say what will come, and where it waits."""
-        manifest = self._outgoing.manifest
-        fields: dict[str, Any] = {"manifest": manifest, "adapter": self._adapter()}
         try:
-            return fields | self._sender.stage(self._outgoing, self._clients)
+            with self._alone.begun_meanwhile(self._pool) if self._alone else nullcontext():
+                fields = self._sender.stage(self._outgoing, self._clients)
         except (RollsyncError, UpdateError) as error:
-            self._fail("staging the bytes", error)
+            fail("staging the bytes", error)
+        return {"manifest": self._outgoing.manifest} | fields
 
     def _adapter(self) -> AdapterSpec | None:
         """What an update of an adapter says of it; the base weights are compared in the engines' dtypes."""
@@ -245,7 +227,7 @@ class _Push:
         try:
             layout = client.layout(timeout_s=self._outgoing.seconds_left)
         except RollsyncError as error:
-            self._fail(f"GetWeightLayout on {client.address}", error)
+            fail(f"GetWeightLayout on {client.address}", error)
         return source.spec(layout)
 
     def _begin_all(self, fields: dict[str, Any]) -> list[BeginReply]:
@@ -314,40 +296,29 @@ class _Push:
             self._abort_all()  # a BeginUpdate may have come through meanwhile
         assert error is not None
         here = at == len(self._clients)
-        self._fail(f"{what} on {'the trainer' if here else self._clients[at].address}", error)
-
-    def _fail(self, where: str, error: BaseException) -> NoReturn:
-        if isinstance(error, RollsyncError):
-            code, reason, message = error.code, error.reason, error.message
-        elif isinstance(error, UpdateError):
-            code, reason, message = "ABORTED", str(error.reason), error.message
-        else:
-            raise error
-        raise PushError(
-            code, reason, f"{where}: {message} (nothing was committed; every engine keeps its version)"
-        ) from error
+        fail(f"{what} on {'the trainer' if here else self._clients[at].address}", error)
 
     def _abort_all(self) -> None:
         """Best effort: an engine that does not answer ends the update itself when its lease runs out."""
         for client in self._clients:
             with suppress(RollsyncError):
-                client.abort(self._update.update_id, timeout_s=10.0)
+                client.abort(self._update.update_id, timeout_s=ABORT_TIMEOUT_S)
 
     def _commit_all(self, begun: BeginReply) -> dict[str, UpdateReply]:
         """The first engine alone: only if it surely did not commit may the push still go back."""
         first, *rest = self._clients
         outcomes: dict[str, UpdateReply | RollsyncError] = {first.address: self._commit(first)}
         outcome = outcomes[first.address]
-        if isinstance(outcome, RollsyncError) and not _unknown(outcome):
+        if isinstance(outcome, RollsyncError) and not is_unknown(outcome):
             self._abort_all()
-            self._fail(f"CommitUpdate on {first.address}", outcome)
+            fail(f"CommitUpdate on {first.address}", outcome)
         outcomes |= dict(zip((c.address for c in rest), self._pool.map(self._commit, rest), strict=True))
         replies = {where: o for where, o in outcomes.items() if not isinstance(o, RollsyncError)}
         errors = {where: o for where, o in outcomes.items() if isinstance(o, RollsyncError)}
         if errors:
-            self._incomplete(begun.next_version, replies, errors)
+            incomplete(begun.next_version, replies, errors)
         for where, reply in replies.items():
-            self._check(where, reply, begun.next_version)
+            check_committed(where, reply, begun.next_version, verify=not self._update.skip_checksums)
         return replies
 
     def _commit(self, client: WeightsClient) -> UpdateReply | RollsyncError:
@@ -358,38 +329,4 @@ class _Push:
             except RollsyncError as error:
                 if not error.unreachable or time.monotonic() > give_up:
                     return error
-                time.sleep(0.2)
-
-    def _incomplete(
-        self, version: int, replies: dict[str, UpdateReply], errors: dict[str, RollsyncError]
-    ) -> NoReturn:
-        laggards = ", ".join(f"{where} ({error})" for where, error in errors.items())
-        error = next(iter(errors.values()))
-        done = f"{len(replies)} of {len(replies) + len(errors)} engines"
-        raise PushError(
-            error.code,
-            error.reason,
-            f"version {version} is live on {done}, but not surely on {laggards}; keep those out "
-            f"with min_version={version} and push again once they answer",
-            version=version,
-            committed=tuple(replies),
-            laggards=tuple(errors),
-        ) from error
-
-    def _check(self, where: str, reply: UpdateReply, next_version: int) -> None:
-        """An engine that says it committed must say what."""
-        wrong = ""
-        version = reply.brought_version
-        if reply.state != UpdateState.COMMITTED or version != next_version:
-            wrong = f"answered {reply.state} at version {version}, not committed at {next_version}"
-        elif reply.num_tensors == 0:
-            wrong = f"says that version {version} is live although it applied no tensor"
-        elif not self._update.skip_checksums and not reply.verified:
-            wrong = f"committed version {version} without comparing checksums"
-        if wrong:
-            raise PushError("INTERNAL", "NOT_APPLIED", f"{where} {wrong}; do not trust its samples")
-
-
-def _unknown(error: RollsyncError) -> bool:
-    """Whether the engine may have acted although the call failed."""
-    return error.unreachable or error.reason == "DEADLINE"
+                time.sleep(RETRY_PAUSE_S)

@@ -34,6 +34,7 @@ class IpcArena(Sender):
         self._lending: CudaLending | None = None
         self._lent: Lent | None = None  # what this push lends, if it lies on GPUs
         self._scanned = False  # here, for checksums and values that are not finite
+        self._found: tuple[Outgoing, list[tuple[str, torch.Tensor]]] | None = None  # see `_on_gpus`
         self._borrowers: dict[str, WeightsClient] = {}
         self._told: dict[str, str] = {}  # engine -> digest of what was lent to it in full
 
@@ -48,10 +49,11 @@ class IpcArena(Sender):
         shared = {self._segment.descriptor.allocation_id} if self._segment.holds_memory else set()
         return shared | (self._lending.allocation_ids if self._lending is not None else set())
 
+    def begins_early(self, outgoing: Outgoing) -> bool:
+        return outgoing.verify and bool(self._on_gpus(outgoing))
+
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
-        if self._lending is not None:
-            self._lending.let_go()
-        named = [] if outgoing.resident is not None else _all_on_gpus(outgoing.source)
+        named, self._found = self._on_gpus(outgoing), None
         if named:
             return self._lend(named, outgoing)
         self._lent = None
@@ -64,6 +66,20 @@ class IpcArena(Sender):
             return {"manifest": outgoing.manifest.with_checksums(self._segment.checksums())}
         described = outgoing.source if outgoing.resident is None else outgoing.resident
         return {"manifest": described.manifest(checksums=True)}
+
+    def _on_gpus(self, outgoing: Outgoing) -> list[tuple[str, torch.Tensor]]:
+        """What is lent of a source, nothing if it goes through the segment; asked of it once for a push.
+        If it lies where it lay, the GPUs hash from here on.
+        """
+        if self._found is None or self._found[0] is not outgoing:
+            self._found = None
+            if self._lending is not None:
+                self._lending.let_go()
+            named = [] if outgoing.resident is not None else _all_on_gpus(outgoing.source)
+            if named and outgoing.verify and self._lending is not None:
+                self._lending.start_scan(named)
+            self._found = outgoing, named
+        return self._found[1]
 
     def _lend(self, named: Sequence[tuple[str, torch.Tensor]], outgoing: Outgoing) -> dict[str, Any]:
         from trainers_adapters.cuda_lending import CudaLending
@@ -91,23 +107,27 @@ class IpcArena(Sender):
     ) -> UpdateReply | None:
         return None if self._lent is None else self._update(client, update, outgoing)
 
-    def _update(self, client: WeightsClient, update: str | BeginUpdate, outgoing: Outgoing) -> UpdateReply:
+    def send_and_commit(
+        self, client: WeightsClient, update_id: str, outgoing: Outgoing, checksums: Sequence[int]
+    ) -> UpdateReply:
+        return self._update(client, update_id, outgoing, checksums=checksums, commit=True)
+
+    def _update(
+        self, client: WeightsClient, update: str | BeginUpdate, outgoing: Outgoing, **fields: Any
+    ) -> UpdateReply:
         self._borrowers[client.address] = client
-        lent, left = self._lent, outgoing.seconds_left
+        lent, fields["timeout_s"] = self._lent, outgoing.seconds_left
         if lent is None:
-            return client.update_from_ipc(update, [self._segment.descriptor], timeout_s=left)
+            return client.update_from_ipc(update, [self._segment.descriptor], **fields)
+        fields["scanned"] = self._scanned
         if self._told.get(client.address) == lent.digest:
             try:
-                return client.update_from_ipc(
-                    update, [], lent=lent.digest, scanned=self._scanned, timeout_s=left
-                )
+                return client.update_from_ipc(update, [], lent=lent.digest, **fields)
             except RollsyncError as error:
                 if error.reason != "MANIFEST_UNKNOWN":  # another engine process listens there now
                     raise
                 del self._told[client.address]
-        reply = client.update_from_ipc(
-            update, lent.probed(), lent.placements, scanned=self._scanned, timeout_s=left
-        )
+        reply = client.update_from_ipc(update, lent.probed(), lent.placements, **fields)
         self._told[client.address] = lent.digest
         return reply
 

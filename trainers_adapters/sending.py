@@ -53,6 +53,13 @@ class Sender:
     hashes_bytes: ClassVar[bool] = False
     """The sender hashes what it sends while it passes by, so the manifest need not."""
 
+    def begins_early(self, outgoing: Outgoing) -> bool:
+        """With one engine only: whether the update may begin, by its manifest alone, while `stage` hashes.
+
+        The checksums that `stage` gives then go with `send_and_commit`, which is called instead of `send`.
+        """
+        return False
+
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
         """Once, before BeginUpdate: put the bytes where they will be fetched. Gives BeginUpdate fields."""
         return {}
@@ -69,6 +76,12 @@ class Sender:
         Refused with MANIFEST_UNKNOWN, it is called again with the whole manifest.
         """
         return None
+
+    def send_and_commit(
+        self, client: WeightsClient, update_id: str, outgoing: Outgoing, checksums: Sequence[int]
+    ) -> UpdateReply:
+        """In one call, for a sender that `begins_early`; called again, it gives the same reply."""
+        raise NotImplementedError
 
     def beside(self, begun: BeginReply, outgoing: Outgoing) -> None:
         """Once, in a thread of its own, while all `send`s run: what they have in common."""

@@ -228,6 +228,8 @@ def update_from_ipc(
     *,
     lent: str = "",
     scanned: bool = False,
+    checksums: Sequence[int] = (),
+    commit: bool = False,
     timeout_s: float = WORK_TIMEOUT_S,
 ) -> Unary[UpdateReply]:
     """Lend memory until the reply, which means: copied, synchronised, the memory is yours again.
@@ -235,6 +237,8 @@ def update_from_ipc(
     No placements: one region, the manifest's tensors in order, each 256-byte aligned.
     lent: digest of the regions and placements of an earlier call, instead of them.
     scanned: the manifest's checksums are of the bytes as they lie there, and all values are finite (CUDA).
+    checksums: of the manifest's tensors, for an open update that began without any.
+    commit: an open update, in the same call; a failure ends it.
     """
     request = pb.UpdateWeightsFromIpcRequest(
         handles=[_memory_handle(region) for region in regions],
@@ -243,6 +247,8 @@ def update_from_ipc(
         ],
         lent=lent,
         scanned=scanned,
+        checksums=checksums,
+        commit=commit,
         **_target(update),
     )
     return Unary("UpdateWeightsFromIpc", request, parse_update, timeout_s)

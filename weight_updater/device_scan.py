@@ -1,8 +1,8 @@
 """Hash and copy many byte ranges on a GPU in one launch, at the speed of its memory.
 
 Everything runs on one stream for each device, behind what the caller's current stream holds so far, and
-has finished when a call returns; a forward pass on another stream goes on meanwhile. Without triton, or on
-other devices, `is_fast` is False and the callers' torch code runs.
+has finished when a call returns (`Launch.start` alone returns before); a forward pass on another stream goes
+on meanwhile. Without triton, or on other devices, `is_fast` is False and the callers' torch code runs.
 """
 
 from __future__ import annotations
@@ -147,12 +147,12 @@ def _table(key: _Key, device: torch.device) -> _Table:
 
 
 @contextmanager
-def side_stream(device: torch.device) -> Iterator[None]:
-    """Run the block on the updater's own stream of `device`, behind the caller's current stream, and wait
+def side_stream(device: torch.device, *, wait: bool = True) -> Iterator[torch.cuda.Stream | None]:
+    """Run the block on the updater's own stream of `device`, behind the caller's current stream, and `wait`
     for it at the end. On other devices the block just runs.
     """
     if device.type != "cuda":
-        yield
+        yield None
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
@@ -165,8 +165,9 @@ def side_stream(device: torch.device) -> Iterator[None]:
         if caller != stream:
             stream.wait_stream(caller)
         with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+            yield stream
+        if wait:
+            stream.synchronize()
 
 
 def scan_many(
@@ -210,6 +211,31 @@ def copy_many(
         return _scans(_run(_table(key, device), device, copy=True, scan=dtypes is not None))
 
 
+class Started:
+    """A launch that is under way. Memory that it was told of must live until its `result`, or until what
+    is queued on the device has finished.
+
+    Args:
+        results: what it finds, on the device.
+        scan: it looks at the bytes.
+        stream: that it runs on; None where there are none.
+    """
+
+    def __init__(self, results: torch.Tensor, *, scan: bool, stream: torch.cuda.Stream | None) -> None:
+        self._results = results
+        self._scan = scan
+        self._stream = stream
+
+    def result(self) -> Found:
+        """What it found; it has finished on the device when this returns."""
+        if self._stream is None:
+            return _read(self._results, scan=self._scan)
+        with torch.cuda.stream(self._stream):
+            found = _read(self._results, scan=self._scan)
+        self._stream.synchronize()
+        return found
+
+
 class Launch:
     """The ranges of a `scan_many` or a `copy_many` that comes again and again, at the same addresses: what
     the kernel is told is worked out once.
@@ -243,10 +269,15 @@ class Launch:
         """Hash, or copy (and hash) all of them; has finished on the device when it returns."""
         if not self._key:
             return Found(np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.bool_))
-        with side_stream(self._device):
+        return self.start().result()
+
+    def start(self) -> Started:
+        """Queue it behind the caller's current stream. There is at least one range."""
+        with side_stream(self._device, wait=False) as stream:
             if self._table is None:
                 self._table = _Table(self._key, self._device)
-            return _run(self._table, self._device, copy=self._copy, scan=self._scan)
+            results = _queue(self._table, self._device, copy=self._copy, scan=self._scan)
+        return Started(results, scan=self._scan, stream=stream)
 
 
 def _scan_key(
@@ -274,8 +305,18 @@ def _copy_key(
 
 def _run(table: _Table, device: torch.device, *, copy: bool, scan: bool) -> Found:
     """Launch on the current stream, and wait for what was found; nothing is, without `scan`."""
+    return _read(_queue(table, device, copy=copy, scan=scan), scan=scan)
+
+
+def _queue(table: _Table, device: torch.device, *, copy: bool, scan: bool) -> torch.Tensor:
+    """Launch on the current stream; gives [ranges, 2] int64 on the device, where `_read` finds the result."""
     results = torch.zeros(table.num_ranges, 2, dtype=torch.int64, device=device)
     launch(table.chunks, table.parts, results, copy=copy, scan=scan)
+    return results
+
+
+def _read(results: torch.Tensor, *, scan: bool) -> Found:
+    """What was found, once the current stream has come so far; nothing is, without `scan`."""
     if not scan:
         return Found(np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.bool_))
     found = results.cpu().numpy()

@@ -187,7 +187,7 @@ class Mappings:
         digest = request.lent or request.digest()
         with self._lock:
             if not request.lent:
-                self._lent[digest] = request
+                self._lent[digest] = replace(request, checksums=())
                 while len(self._lent) > MAX_LENT:
                     self._forget(next(iter(self._lent)))
             if digest not in self._lent:

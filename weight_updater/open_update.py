@@ -129,6 +129,9 @@ class OpenUpdate:
     has_checksums: bool = field(init=False)  # of every tensor that must arrive, and they are compared
 
     def __post_init__(self) -> None:
+        self._note_checksums()
+
+    def _note_checksums(self) -> None:
         checksums = self.plan.manifest.checksums
         self.has_checksums = not self.request.skip_checksums and (
             None not in checksums or all([checksums[index] is not None for index in self.plan.needed])
@@ -187,6 +190,11 @@ class OpenUpdate:
         """Bytes are on their way into the sink."""
         return self.num_receiving > 0
 
+    def in_the_way(self) -> UpdateRefused:
+        """The refusal of what cannot be while an update is open."""
+        what = f"update {self.update_id} ({self.path}, {self.state}, version {self.next_version})"
+        return UpdateRefused(Reason.UPDATE_IN_PROGRESS, f"{what} is open; commit or abort it first")
+
     def check_admits(self, request: Request) -> None:
         """Refuse to receive `request` now. Chunk streams may come side by side, anything else alone.
 
@@ -202,6 +210,30 @@ class OpenUpdate:
             text = f"update {self.update_id} is receiving {MAX_STREAMS} streams already, which is the most"
             raise UpdateRefused(Reason.WRONG_STATE, text)
         self.receives_streams = is_stream
+
+    def take_checksums(self, checksums: Sequence[int]) -> None:
+        """What the manifest did not say yet: the checksums of its tensors, before any of them arrives.
+
+        Raises:
+            UpdateRefused: INVALID_UPDATE, MANIFEST_MISMATCH (tied names differ); WRONG_STATE if it has
+                checksums already, leaves them out or has begun to receive. Then nothing has changed.
+        """
+        manifest, wrong = self.plan.manifest, ""
+        if self.request.skip_checksums:
+            wrong = "leaves checksums out (skip_checksums); bring none"
+        elif manifest.checksums.count(None) < len(manifest):
+            wrong = "has checksums already; bring them once, when it begins or with the bytes"
+        elif self.state is not UpdateState.BEGUN:
+            wrong = "has begun to receive; its checksums come with the first bytes"
+        if wrong:
+            raise UpdateRefused(Reason.WRONG_STATE, f"update {self.update_id} {wrong}")
+        if len(checksums) != len(manifest):
+            raise UpdateRefused(
+                Reason.INVALID_UPDATE,
+                f"{len(checksums)} checksums came for the {len(manifest)} tensors of update {self.update_id}",
+            )
+        self.plan = self.sink.plan = self.plan.with_checksums_of(manifest.with_checksums(checksums))
+        self._note_checksums()
 
     @contextmanager
     def verification(self) -> Iterator[None]:

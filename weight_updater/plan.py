@@ -88,7 +88,13 @@ class Plan:
         self.by_name = sorted(range(len(self.written)), key=self.written.__getitem__)
 
     def with_checksums_of(self, manifest: Manifest) -> Plan:
-        """The plan of a manifest that differs in its checksums only."""
+        """The plan of a manifest that differs in its checksums only.
+
+        Raises:
+            UpdateRefused: INVALID_UPDATE (not a 64-bit number), MANIFEST_MISMATCH (tied names differ).
+        """
+        _check_checksums(manifest)
+        _check_twins(self.twins, manifest)
         plan = copy(self)
         plan.manifest = manifest
         return plan
@@ -153,8 +159,6 @@ class Planner:
         if known is None:
             plan = plan_update(self._target, manifest, partial=partial, merged=merged)
         else:
-            _check_checksums(manifest)
-            _check_twins(known.twins, manifest)
             plan = known.with_checksums_of(manifest)
         self._known[key] = plan
         self._known.move_to_end(key)

@@ -215,6 +215,7 @@ class FromIpc:
     scanned: the trainer has hashed the bytes where they lie, after its last write, and found all values
         finite. With staging none the engine then reads them for the first time when it copies them, and a
         difference from the manifest's checksums tears the weights instead of refusing the update.
+    checksums: one for each of the manifest's tensors, of an update that began without; or empty.
     """
 
     update_id: str
@@ -223,6 +224,7 @@ class FromIpc:
     placements: tuple[RegionPlacement, ...] = ()
     lent: str = ""
     scanned: bool = False
+    checksums: tuple[int, ...] = ()
 
     @property
     def all_regions(self) -> tuple[ShmSegment, ...] | tuple[CudaIpcRegion, ...]:

@@ -28,6 +28,7 @@ from weight_updater.receive import Receive, Receivers, after, skip
 from weight_updater.requests import (
     BeginReply,
     BeginUpdate,
+    FromIpc,
     Manifest,
     Staging,
     UpdateReply,
@@ -137,11 +138,7 @@ class WeightUpdater:
             if request.update_id == update.update_id and request == update.request:
                 update.touch()
                 return update.reply
-            raise UpdateRefused(
-                Reason.UPDATE_IN_PROGRESS,
-                f"update {update.update_id} ({update.path}, {update.state}, version {update.next_version}) "
-                f"is open; commit or abort it first",
-            )
+            raise update.in_the_way()
         if self._history.committed(request.update_id) is not None:
             raise self._history.not_open(request.update_id)
         opener = self._opener if request.adapter is None else self.adapters
@@ -155,7 +152,7 @@ class WeightUpdater:
         """LOOP. What brings the bytes in; `run` it on the worker, then hand it to `received`.
 
         Raises:
-            UpdateRefused: UNKNOWN_UPDATE, WRONG_STATE, INVALID_UPDATE.
+            UpdateRefused: UNKNOWN_UPDATE, WRONG_STATE, INVALID_UPDATE, MANIFEST_UNKNOWN, MANIFEST_MISMATCH.
         """
         update = self._require(request.update_id)
         update.check_admits(request)
@@ -163,6 +160,8 @@ class WeightUpdater:
         if update.state is UpdateState.RECEIVED and request in update.finished:
             return Receive(update, request, lambda: skip(chunks))  # a repeated call, its bytes are here
         work = self._receivers.work(update, request, chunks)
+        if isinstance(request, FromIpc) and request.checksums:
+            update.take_checksums(request.checksums)
         previous = self._live.previous
         if previous is not None and previous.staging is update.staging and update.adapter is None:
             self._live.previous = None  # its bytes are about to be overwritten
@@ -293,9 +292,7 @@ class WeightUpdater:
     def check_rollback(self) -> None:
         """LOOP. Raise UpdateRefused (UPDATE_IN_PROGRESS, NO_PREVIOUS, WRONG_STATE) if `rollback` would."""
         if self.open is not None:
-            raise UpdateRefused(
-                Reason.UPDATE_IN_PROGRESS, f"update {self.open.update_id} is open; commit or abort it first"
-            )
+            raise self.open.in_the_way()
         self._live.check_rollback()
 
     def rollback(self) -> UpdateReply:

@@ -225,6 +225,9 @@ def _cuda_region(wire: pb.MemoryHandle, field: str) -> r.CudaIpcRegion:
 
 def from_ipc(wire: pb.UpdateWeightsFromIpcRequest, update_id: str) -> r.FromIpc:
     """Regions in the order of the handles, which are all of one kind, so that placements' indices hold."""
+    for field in ("checksums", "commit"):
+        if wire.HasField("begin") and getattr(wire, field):
+            invalid(field, "goes with update_id only; begin brings checksums of its own, and commits anyway")
     kinds = [handle.WhichOneof("memory") for handle in wire.handles]
     for i, kind in enumerate(kinds):
         if kind is None:
@@ -246,6 +249,7 @@ def from_ipc(wire: pb.UpdateWeightsFromIpcRequest, update_id: str) -> r.FromIpc:
         placements=tuple(r.RegionPlacement(p.tensor, p.handle, p.offset) for p in wire.placements),
         lent=wire.lent,
         scanned=wire.scanned,
+        checksums=tuple(wire.checksums),
     )
 
 

@@ -101,7 +101,7 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
     ) -> pb.UpdateWeightsResponse:
         update_id, begin = convert.target(request, Path.IPC)
         ipc = convert.from_ipc(request, update_id)
-        return _update(await self._engine.call(m.Update, ipc=ipc, begin=begin))
+        return _update(await self._engine.call(m.Update, ipc=ipc, begin=begin, commit=request.commit))
 
     async def PrepareUpdate(
         self, request: pb.PrepareUpdateRequest, context: Context

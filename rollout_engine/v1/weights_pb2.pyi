@@ -323,20 +323,24 @@ class RegionPlacement(_message.Message):
     def __init__(self, tensor: _Optional[int] = ..., handle: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class UpdateWeightsFromIpcRequest(_message.Message):
-    __slots__ = ("update_id", "begin", "handles", "placements", "lent", "scanned")
+    __slots__ = ("update_id", "begin", "handles", "placements", "lent", "scanned", "checksums", "commit")
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
     LENT_FIELD_NUMBER: _ClassVar[int]
     SCANNED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     update_id: str
     begin: BeginUpdateRequest
     handles: _containers.RepeatedCompositeFieldContainer[MemoryHandle]
     placements: _containers.RepeatedCompositeFieldContainer[RegionPlacement]
     lent: str
     scanned: bool
-    def __init__(self, update_id: _Optional[str] = ..., begin: _Optional[_Union[BeginUpdateRequest, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[MemoryHandle, _Mapping]]] = ..., placements: _Optional[_Iterable[_Union[RegionPlacement, _Mapping]]] = ..., lent: _Optional[str] = ..., scanned: bool = ...) -> None: ...
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    commit: bool
+    def __init__(self, update_id: _Optional[str] = ..., begin: _Optional[_Union[BeginUpdateRequest, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[MemoryHandle, _Mapping]]] = ..., placements: _Optional[_Iterable[_Union[RegionPlacement, _Mapping]]] = ..., lent: _Optional[str] = ..., scanned: bool = ..., checksums: _Optional[_Iterable[int]] = ..., commit: bool = ...) -> None: ...
 
 class PrepareUpdateRequest(_message.Message):
     __slots__ = ("update_id", "deadline_ms")

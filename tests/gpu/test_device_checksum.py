@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weight_updater.checksum import Scan, checksum, checksums, scan
-from weight_updater.device_scan import CHUNK_BYTES, copy_many, is_fast, scan_many, side_stream
+from weight_updater.device_scan import CHUNK_BYTES, Launch, copy_many, is_fast, scan_many, side_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -130,3 +130,21 @@ def test_it_waits_for_the_callers_stream_and_for_no_other():
         assert scan_many([data], DEVICE, [None]) == [scan(data.cpu())] != [before]
     with side_stream(DEVICE):
         assert torch.cuda.current_stream() != torch.cuda.default_stream()
+
+
+def test_a_launch_that_was_started_goes_on_by_itself():
+    data = some_bytes(64 << 20)
+    launch, caller = Launch(DEVICE, [data], [None]), torch.cuda.Stream()
+    launch.run()  # its table is on the device then, which is waited for
+    for _ in range(2):
+        with torch.cuda.stream(caller):
+            torch.cuda._sleep(1_000_000_000)  # about half a second
+            data.add_(1)
+            started = launch.start()
+            assert not caller.query(), "it waited for what was written before it"
+        found = started.result()
+        assert caller.query()
+        assert Scan(int(found.totals[0]), bool(found.nonfinite[0])) == scan(data.cpu())
+    dropped = launch.start()
+    del dropped
+    assert int(launch.run().totals[0]) == scan(data.cpu()).total

@@ -16,7 +16,7 @@ from tests.lora import adapted, greedy, learn
 from tests.programs import run_program
 from tests.tiny import load_reference, make_tiny
 from tests.ways import free_port
-from tests.wire.trainer import PATHS, PROMPT, InFlight, push, reference_tokens, train
+from tests.wire.trainer import PATHS, PROMPT, EarlyArena, InFlight, push, reference_tokens, train
 from trainers_adapters import (
     AdapterSource,
     ModuleSource,
@@ -74,6 +74,15 @@ def test_every_path_brings_an_adapter_and_each_step_of_it(path, engine, senders,
     engine.rollout.flush_cache()
     again = engine.greedy(PROMPT, ignore_eos=True)
     assert (again.token_ids, again.logprobs, again.spans) == (base.token_ids, base.logprobs, base.spans)
+
+
+def test_an_adapter_whose_checksums_come_with_its_bytes(engine, model, free):
+    with EarlyArena() as arena:
+        report = push(AdapterSource(model, "walk"), engine, via=arena)
+    (reply,) = report.replies.values()
+    assert (reply.verified, reply.num_tensors) == (True, 28)
+    completion = engine.greedy(PROMPT, ignore_eos=True, adapter="walk", min_adapter_version=report.version)
+    assert completion.token_ids == greedy(model, PROMPT)[0]
 
 
 def test_a_batch_mixes_adapters_and_the_base_model(engine, model, free):

@@ -26,6 +26,7 @@ BEGIN = pb.BeginUpdateRequest(
     manifest=pb.Manifest(tensors=[pb.TensorSpec(name="a.weight", dtype=pb.DTYPE_FLOAT32, shape=[2, 3])]),
     checksums=[2**64 - 1],
 )
+IPC = pb.BeginUpdateRequest(path=pb.WEIGHTS_PATH_IPC, manifest=BEGIN.manifest)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,11 @@ def test_paths_reach_the_engine_with_their_own_request(front):
     weights.UpdateWeightsFromIpc(pb.UpdateWeightsFromIpcRequest(update_id="u", handles=[handle]), timeout=10)
     region = {"name": "rollsync-x", "size": 256, "allocation_id": "A"}
     assert front.commands("Update")[-1]["ipc"]["regions"] == [region]
+    assert not front.commands("Update")[-1]["commit"]
+    whole = pb.UpdateWeightsFromIpcRequest(update_id="u", handles=[handle], checksums=[7], commit=True)
+    weights.UpdateWeightsFromIpc(whole, timeout=10)
+    sent = front.commands("Update")[-1]
+    assert (sent["ipc"]["checksums"], sent["commit"], sent["begin"]) == ([7], True, None)
     messages = [header(update_id="u", segment=shm)]
     weights.UpdateWeightsFromTensor(iter(messages), timeout=10)
     assert front.commands("Update")[-1]["tensor"] == {"update_id": "u", "segment": region}
@@ -127,6 +133,8 @@ def test_paths_reach_the_engine_with_their_own_request(front):
         ("UpdateWeightsFromDisk", pb.UpdateWeightsFromDiskRequest(begin=BEGIN), "begin.path is tensor"),
         ("UpdateWeightsFromDisk", pb.UpdateWeightsFromDiskRequest(update_id="u", directory="a\0b"), "NUL"),
         ("UpdateWeightsFromIpc", pb.UpdateWeightsFromIpcRequest(), "update_id is empty"),
+        ("UpdateWeightsFromIpc", pb.UpdateWeightsFromIpcRequest(begin=IPC, checksums=[1]), "checksums goes"),
+        ("UpdateWeightsFromIpc", pb.UpdateWeightsFromIpcRequest(begin=IPC, commit=True), "commit goes"),
         ("CommitUpdate", pb.CommitUpdateRequest(), "update_id is empty"),
         ("RollbackUpdate", pb.RollbackUpdateRequest(inflight=9), "inflight is 9"),
         ("InitWeightsUpdateGroup", pb.InitWeightsUpdateGroupRequest(group_name="g"), "master_address"),

@@ -36,6 +36,9 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
         self.begun: list[wpb.BeginUpdateRequest] = []
         self.open: dict[str, Any] | None = None
         self.committed: dict[str, wpb.UpdateWeightsResponse] = {}
+        self.ipc: list[wpb.UpdateWeightsFromIpcRequest] = []
+        self.knows_lent = False  # what was lent by handle before
+        self.loses_reply = False  # of the next commit in an ipc call
         self.delay_s = 0.0
         self.status = rpb.SERVING_STATUS_SERVING
         self.num_tensors_said: int | None = None
@@ -146,6 +149,9 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
 
     def BeginUpdate(self, request: Any, context: Any) -> wpb.BeginUpdateResponse:
         self._enter("BeginUpdate", context)
+        return self._begin(request, context)
+
+    def _begin(self, request: Any, context: Any) -> wpb.BeginUpdateResponse:
         self.begun.append(request)
         which = request.WhichOneof("source_manifest")
         if which == "manifest_digest" and request.manifest_digest not in self.manifests:
@@ -195,8 +201,24 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
 
     def UpdateWeightsFromIpc(self, request: Any, context: Any) -> wpb.UpdateWeightsResponse:
         self._enter("UpdateWeightsFromIpc", context)
-        self._read_segment(request.handles[0].posix_shm)
-        return self._reply(wpb.UPDATE_STATE_RECEIVED)
+        self.ipc.append(request)
+        update_id = request.update_id or request.begin.update_id
+        if update_id in self.committed:
+            return self.committed[update_id]
+        if request.HasField("begin"):
+            self._begin(request.begin, context)
+        if request.lent and not self.knows_lent:
+            self._refuse(context, grpc.StatusCode.NOT_FOUND, "MANIFEST_UNKNOWN", "never seen")
+        self.knows_lent = True
+        if request.handles and request.handles[0].HasField("posix_shm"):
+            self._read_segment(request.handles[0].posix_shm)
+        if not (request.commit or request.HasField("begin")):
+            return self._reply(wpb.UPDATE_STATE_RECEIVED)
+        reply = self._commit(update_id)
+        if self.loses_reply:
+            self.loses_reply = False
+            self._refuse(context, grpc.StatusCode.UNAVAILABLE, "", "connection lost")
+        return reply
 
     def UpdateWeightsFromDisk(self, request: Any, context: Any) -> wpb.UpdateWeightsResponse:
         self._enter(f"UpdateWeightsFromDisk {request.directory}", context)
@@ -231,8 +253,11 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
 
     def CommitUpdate(self, request: Any, context: Any) -> wpb.UpdateWeightsResponse:
         self._enter("CommitUpdate", context)
-        if request.update_id in self.committed:
-            return self.committed[request.update_id]
+        return self._commit(request.update_id)
+
+    def _commit(self, update_id: str) -> wpb.UpdateWeightsResponse:
+        if update_id in self.committed:
+            return self.committed[update_id]
         named = dict(
             zip((t.name for t in self.open["manifest"].tensors), map(bytes, self.open["bytes"]), strict=True)
         )
@@ -241,7 +266,7 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
         self.version = self.open["next"]
         self.sequence += 1
         reply = self._reply(wpb.UPDATE_STATE_COMMITTED, num_changed=changed)
-        self.committed[request.update_id] = reply
+        self.committed[update_id] = reply
         self.open = None
         return reply
 

@@ -216,6 +216,60 @@ def test_tensors_that_a_source_makes_anew_are_let_go_before_the_next(
     assert alive_then == [0, 0, 0]
 
 
+def test_what_lies_where_it_lay_is_hashed_while_the_rest_is_compared(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu()
+    fake_kernels(monkeypatch, gpu, cuda_lending)
+    data, pieces = memory.allocate(4096), memory.allocate(4096, shareable=False)
+    named = {"a": view(data, 0, 4, 6), "b": view(data, 512, 8)}
+    lending = CudaLending()
+    launches_before: list[int] = []  # the comparison with the driver's identities
+    while_comparing: list[object] = []
+
+    def compare(places: list[tuple[int, int]]) -> list[int]:
+        launches_before.append(len(gpu.launches))
+        for value in while_comparing:
+            named["a"].fill_(value)
+        return [memory.allocation_of(*place).identity for place in places]
+
+    monkeypatch.setattr(cuda_lending, "identities_of", compare)
+
+    def push(*, early: bool = True) -> tuple[int, int]:
+        """Launches before anything was compared, and in all."""
+        launches_before.clear()
+        gpu.launches.clear()
+        lending.let_go()
+        pairs = list(named.items())
+        if early:
+            lending.start_scan(pairs)
+        lending.lend(pairs, manifest_of(named))
+        at_once = launches_before[0] if launches_before else 0
+        assert lending.scan() == ([checksum(tensor) for tensor in named.values()], False)
+        return at_once, gpu.launches.count("scan")
+
+    assert push() == (0, 1), "nothing is known yet"
+    for step in (1, 2):
+        named["b"].fill_(step)
+        assert push() == (1, 1)
+    assert push(early=False) == (0, 1)
+    memory.renew(data)
+    while_comparing.append(5)
+    assert push() == (1, 2), "in another allocation now: what was found is dropped"
+    while_comparing.clear()
+    assert push() == (1, 1)
+    lending.start_scan(list(named.items()))
+    named["a"] = view(data, 1024, 4, 6)
+    lending.lend(list(named.items()), manifest_of(named))
+    assert lending.scan()[0] == [checksum(tensor) for tensor in named.values()], "of what is lent"
+    named["a"] = view(data, 2048, 4, 6)
+    assert push()[0] == 0, "it lies elsewhere"
+    named["c"] = view(pieces, 0, 4)
+    for value in (1, 2):
+        named["c"].fill_(value)
+        assert push()[0] == 0, "what is staged is filled first"
+
+
 def test_a_source_must_yield_what_its_manifest_says(memory: Memory) -> None:
     data = memory.allocate(4096)
     named = {"a": view(data, 0, 4)}

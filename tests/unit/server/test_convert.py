@@ -177,6 +177,15 @@ def test_ipc_handles_become_regions():
     )
 
 
+def test_checksums_and_commit_go_with_an_update_that_is_open():
+    ipc = weights_pb2.UpdateWeightsFromIpcRequest
+    wire = ipc(update_id="u", lent="d", checksums=[3, 2**64 - 1], commit=True)
+    assert convert.from_ipc(wire, "u") == r.FromIpc("u", lent="d", checksums=(3, 2**64 - 1))
+    for field in ({"checksums": [3]}, {"commit": True}):
+        with pytest.raises(UpdateRefused, match=f"{next(iter(field))} goes with update_id only"):
+            convert.from_ipc(ipc(begin=full_begin(), **field), "u")
+
+
 @pytest.mark.case("B049")
 @pytest.mark.parametrize(
     ("handles", "text"),

@@ -106,7 +106,8 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, gpu: FakeGpu, *modules: Module
     for module in modules:
         monkeypatch.setattr(module, "is_fast", lambda device: True)
     monkeypatch.setattr(device_scan, "_Table", FakeTable)
-    monkeypatch.setattr(device_scan, "_run", gpu.run)
+    monkeypatch.setattr(device_scan, "_queue", gpu.run)
+    monkeypatch.setattr(device_scan, "_read", lambda found, *, scan: found)
 
 
 def in_use(updater: WeightUpdater) -> dict[str, int]:

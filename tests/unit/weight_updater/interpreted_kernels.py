@@ -45,6 +45,12 @@ def main() -> None:
         copied.zero_()
         assert device_scan.copy_many(pairs, CPU) == []
         assert torch.equal(copied, expected)
+        copied.zero_()
+        launch = device_scan.Launch(CPU, pairs, dtypes)
+        for again in (launch.start().result(), launch.run()):
+            assert again.totals.tolist() == [one.total for one in found]
+            assert again.nonfinite.tolist() == [one.nonfinite for one in found]
+        assert torch.equal(copied, expected)
         sources, offsets = [source for _, source in pairs], [8 * number for number in range(len(pairs))]
         assert device_scan.scan_many(sources, CPU, dtypes, offsets) == [
             scan(*arguments) for arguments in zip(sources, offsets, dtypes, strict=True)

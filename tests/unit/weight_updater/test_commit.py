@@ -86,7 +86,7 @@ def test_a_newer_update_ends_the_way_back() -> None:
     updater = make_updater(target, device_staging=True)
     push(updater, weights(1), keep_previous=True)
     update_id = begin(updater, weights(2))
-    with pytest.raises(UpdateRefused, match=f"update {update_id} is open"):
+    with pytest.raises(UpdateRefused, match=rf"update {update_id} \(.*is open"):
         updater.rollback()
     updater.abort(update_id)  # nothing arrived, the staging buffer is as it was
     updater.rollback()

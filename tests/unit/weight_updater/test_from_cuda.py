@@ -26,7 +26,7 @@ from weight_updater import device_scan
 from weight_updater.checksum import checksum, fold_by_name
 from weight_updater.device_scan import Found
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
-from weight_updater.requests import FromIpc, Path, RegionPlacement, Staging, UpdateReply
+from weight_updater.requests import FromIpc, Path, RegionPlacement, Staging, UpdateReply, UpdateState
 from weight_updater.updater import WeightUpdater
 
 STAGINGS = [Staging.DEVICE, Staging.HOST, Staging.NONE]
@@ -187,6 +187,88 @@ def test_bytes_that_are_not_what_the_manifest_says(gpu: FakeGpu, staging: Stagin
         assert all(torch.equal(target.slot(name), value) for name, value in before.items())
 
 
+def promised(request: FromIpc, tensors: Mapping[str, torch.Tensor]) -> FromIpc:
+    """The request with the checksums of these tensors, which are then the update's."""
+    return replace(request, checksums=tuple(checksum(value) for value in tensors.values()))
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("scanned", [False, True])
+def test_checksums_that_come_with_the_bytes(gpu: FakeGpu, staging: Staging, scanned: bool) -> None:
+    """They are as good as the manifest's: compared, and (scanned) relied on by the copy alone."""
+    target = TinyTarget()
+    updater = make_updater(target, device_staging=True)
+    handles = [gpu.allocate(1, 4096)]
+    for seed, wrong in ((1, False), (2, False), (3, True)):
+        new = weights(seed)
+        request = promised(replace(lay_out(gpu, new, handles), scanned=scanned), new)
+        fields = {"path": Path.IPC, "staging": staging, "checksums_came": False}
+        update_id = begin(updater, new, **fields)
+        gpu.launches.clear()
+        if wrong:
+            gpu.memory[handles[0]][16 + request.placements[3].offset] ^= 1
+            break
+        receive(updater, request, update_id)
+        reply = updater.commit(update_id)
+        assert_live(target, new)
+        assert reply.verified
+        if staging is Staging.NONE:
+            assert gpu.launches == (["copy"] if scanned else ["scan", "copy"])
+    receive(updater, request, update_id)
+    ended = WeightsTorn if scanned and staging is Staging.NONE else UpdateRefused
+    with pytest.raises(ended) as caught:
+        updater.commit(update_id)
+    assert caught.value.reason is Reason.CHECKSUM_MISMATCH
+    assert bool(updater.torn_reason) is (ended is WeightsTorn)
+
+
+def test_checksums_that_may_not_come(gpu: FakeGpu) -> None:
+    target = TinyTarget()
+    updater = make_updater(target)
+    new = weights(1)
+    request = promised(lay_out(gpu, new, [gpu.allocate(1, 4096)]), new)
+
+    def refused(sent: FromIpc, reason: Reason, match: str, **fields: object) -> str:
+        update_id = updater.open.update_id if updater.open else begin(updater, new, path=Path.IPC, **fields)
+        with pytest.raises(UpdateRefused, match=match) as caught:
+            updater.receiver(replace(sent, update_id=update_id))
+        assert caught.value.reason is reason
+        assert updater.open is not None, "it may be called again"
+        assert updater.open.state is UpdateState.BEGUN
+        return update_id
+
+    updater.abort(refused(request, Reason.WRONG_STATE, "has checksums already"))
+    updater.abort(refused(request, Reason.WRONG_STATE, "skip_checksums", skip_checksums=True))
+    unhashed = {"checksums_came": False, "staging": Staging.NONE}
+    too_few = replace(request, checksums=request.checksums[1:])
+    refused(too_few, Reason.INVALID_UPDATE, "5 checksums came for the 6 tensors", **unhashed)
+    too_large = replace(request, checksums=(1 << 64, *request.checksums[1:]))
+    refused(too_large, Reason.INVALID_UPDATE, "not a 64-bit number")
+    unknown = replace(request, lent="0" * 32, cuda_regions=(), placements=())
+    update_id = refused(unknown, Reason.MANIFEST_UNKNOWN, "send them in full once")
+    receive(updater, request, update_id)
+    again = updater.receiver(replace(request, update_id=update_id))
+    assert not again.counted, "a repeated call is none that brings checksums twice"
+    assert updater.commit(update_id).verified
+    assert_live(target, new)
+    update_id = begin(updater, new, path=Path.IPC, **unhashed)
+    receive(updater, replace(request, checksums=()), update_id)
+    with pytest.raises(UpdateRefused, match="has begun to receive") as late:
+        updater.receiver(replace(request, update_id=update_id))
+    assert late.value.reason is Reason.WRONG_STATE
+
+
+def test_checksums_of_tied_names_that_differ(gpu: FakeGpu) -> None:
+    updater = make_updater(TinyTarget())
+    new = weights(1)
+    tied = new | {HEAD: new["model.embed_tokens.weight"] + 1}
+    request = promised(lay_out(gpu, tied, [gpu.allocate(1, 8192)]), tied)
+    update_id = begin(updater, tied, path=Path.IPC, staging=Staging.NONE, checksums_came=False)
+    with pytest.raises(UpdateRefused, match="tied in this model") as refused:
+        updater.receiver(replace(request, update_id=update_id))
+    assert refused.value.reason is Reason.MANIFEST_MISMATCH
+
+
 def test_values_that_are_not_finite_are_refused(gpu: FakeGpu) -> None:
     updater = make_updater(TinyTarget())
     new = weights(1)
@@ -264,7 +346,7 @@ def test_memory_that_a_receiver_reads_is_not_unmapped(gpu: FakeGpu, monkeypatch:
         return gpu.run(*arguments, **options)
 
     update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
-    monkeypatch.setattr(device_scan, "_run", abort_and_release)
+    monkeypatch.setattr(device_scan, "_queue", abort_and_release)
     monkeypatch.setattr("weight_updater.sink.Sink.end", lambda self, error: None)  # it would wait for us
     with pytest.raises(UpdateRefused, match="aborted"):
         receive(updater, request, update_id)
