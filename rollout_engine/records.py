@@ -77,9 +77,7 @@ class UpdateRecord(msgspec.Struct, frozen=True):
     reason, message: of the error; empty without one.
     version, commit_sequence: live after the end. next_version: what it was to bring, 0 if nothing was agreed.
         All of the base weights; adapter_version is what an update of `adapter` committed, 0 for none.
-    seconds: by stage: whole, begin, transfer, verify, wait, pause, commit, write, finalise, recapture; those
-        that did not happen are left out. They are no partition: commit holds wait and pause, pause holds
-        write, finalise and recapture (and the transfer, with staging none).
+    seconds: by stage; see STAGES. Stages that did not happen are left out.
     ended_at: Unix time.
     """
 
@@ -104,3 +102,19 @@ class UpdateRecord(msgspec.Struct, frozen=True):
     graphs_recaptured: int = 0
     adapter: str = ""
     adapter_version: int = 0
+
+
+STAGES = (
+    "whole",
+    "begin",
+    "transfer",
+    "verify",
+    "wait",
+    "pause",
+    "commit",
+    "write",
+    "finalise",
+    "recapture",
+)
+"""Keys of UpdateRecord.seconds. They are no partition: commit holds wait and pause, pause holds write,
+finalise and recapture (and the transfer, with staging none)."""
