@@ -21,6 +21,7 @@ import torch
 
 from weight_updater import virtual_memory
 from weight_updater.checksum import mixed_lengths
+from weight_updater.huge_pages import prefer_huge_pages
 from weight_updater.requests import Layout, Placement, align
 from weight_updater.small import SmallTensors
 
@@ -148,9 +149,11 @@ def aligned_zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     CPU allocators align to 64 bytes only, so a little more is taken and the start is shifted.
     """
     slack = 0 if device.type == "cuda" else 256
-    raw = torch.zeros(nbytes + slack, dtype=torch.uint8, device=device)
+    raw = torch.empty(nbytes + slack, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        prefer_huge_pages(raw)
     start = -raw.data_ptr() % 256
-    return raw[start : start + nbytes]
+    return raw[start : start + nbytes].zero_()
 
 
 class WeightTarget:

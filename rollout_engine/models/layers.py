@@ -6,8 +6,7 @@ T = packed tokens, N = query heads, K = kv heads, H = head dim, D = hidden size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch import nn
 from rollout_engine.attention.base import AttentionBackend
 from rollout_engine.batch.adapters import AdapterRows
 from rollout_engine.batch.forward import ForwardBatch
+from rollout_engine.models import products
 from rollout_engine.models.config import ModelConfig, RopeConfig
 from rollout_engine.ops import fused
 
@@ -24,42 +24,6 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 Heads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Queries [T, N, H]; keys and values [T, K, H], or None where they lie in the KV pool already."""
-
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""(x, weight, bias) -> x @ weight.T + bias."""
-
-MAX_THIN_ROWS = 4
-"""Rows up to which the BLAS is faster with the weight as its left matrix."""
-MAX_THIN_ROWS_OF_TALL = 8
-"""The same for weights with more outputs than inputs."""
-
-
-def find_onednn(operations: Any) -> Product | None:
-    """oneDNN's product of float32 matrices on a CPU; None where this torch has none that works.
-
-    It is a private operation of torch: one that is missing, takes other arguments or computes something
-    else is not used.
-
-    Args:
-        operations: torch.ops.mkldnn, or what stands in for it.
-    """
-    x, weight = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(4, 3)
-    bias = torch.arange(4.0)
-    try:
-        operation = operations._linear_pointwise.default
-
-        def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            out: torch.Tensor = operation(x, weight, bias, "none", [], "")
-            return out
-
-        if not torch.equal(product(x, weight, bias), F.linear(x, weight, bias)):  # small integers: exact
-            return None
-        return product if torch.equal(product(x, weight, None), F.linear(x, weight)) else None
-    except (AttributeError, RuntimeError, TypeError):
-        return None
-
-
-ONEDNN: Product | None = find_onednn(torch.ops.mkldnn)
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -81,23 +45,6 @@ class RMSNorm(nn.Module):
     def add(self, delta: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of residual + delta, and that sum; [T, size] each. `residual` may be overwritten."""
         return fused.add_rms_norm(delta, residual, self.weight, self.eps)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T + bias. [T, in], [out, in], [out] -> [T, out].
-
-    On a CPU it sums in the order of transformers: the rounding of another order (oneDNN's) grows through the
-    layers to more than 1e-4 in the logits.
-    """
-    if x.device.type == "cuda":
-        return fused.linear(x, weight, bias)
-    most = MAX_THIN_ROWS_OF_TALL if weight.shape[0] > weight.shape[1] else MAX_THIN_ROWS
-    if x.device.type == "cpu" and x.dtype is torch.float32 and x.shape[0] <= most:
-        # One row goes twice: a matrix of one column would be taken for a vector, which is slower.
-        columns = x.repeat(2, 1).t() if x.shape[0] == 1 else x.t()
-        out = torch.mm(weight, columns)[:, : x.shape[0]].t().contiguous()
-        return out if bias is None else out.add_(bias)
-    return F.linear(x, weight, bias)
 
 
 class Adapters(Protocol):
@@ -123,10 +70,9 @@ class FusedLinear(nn.Module):
         self.bias = parameter(rows) if bias else None
         self.adapters: Adapters | None = None
 
-    def forward(self, x: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
-        """[T, in_features] -> [T, sum of the parts], through the adapters of `rows`."""
-        out = linear(x, self.weight, self.bias)
-        return out if rows is None or self.adapters is None else self.adapters.add(out, x, rows)
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, in_features] -> [T, sum of the parts], through the batch's adapters."""
+        return _linear(self, x, batch)
 
 
 class Linear(nn.Module):
@@ -138,10 +84,17 @@ class Linear(nn.Module):
         self.bias = parameter(out_features) if bias else None
         self.adapters: Adapters | None = None
 
-    def forward(self, x: torch.Tensor, rows: AdapterRows | None = None) -> torch.Tensor:
-        """[T, in_features] -> [T, out_features], through the adapters of `rows`."""
-        out = linear(x, self.weight, self.bias)
-        return out if rows is None or self.adapters is None else self.adapters.add(out, x, rows)
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, in_features] -> [T, out_features], through the batch's adapters."""
+        return _linear(self, x, batch)
+
+
+def _linear(module: FusedLinear | Linear, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    """The product of a layer's matrix, and what its adapters add. Contiguous by rows or by columns."""
+    out = products.linear(x, module.weight, module.bias, decode=batch.forward_mode.is_decode())
+    if batch.adapters is None or module.adapters is None:
+        return out
+    return module.adapters.add(out, x, batch.adapters)
 
 
 class Head(nn.Module):
@@ -156,9 +109,7 @@ class Head(nn.Module):
         """[R, in_features] -> [R, out_features], written to `out` where given (GPU only)."""
         if out is not None:
             return fused.linear(x, self.weight, self.bias, out)
-        if x.device.type == "cpu" and x.dtype is torch.float32 and ONEDNN is not None:
-            return ONEDNN(x, self.weight, self.bias)  # twice as fast as the BLAS
-        return linear(x, self.weight, self.bias)
+        return products.head(x, self.weight, self.bias)
 
 
 class Embedding(nn.Module):
@@ -267,7 +218,7 @@ class Attention(nn.Module):
 
     def heads(self, x_TD: torch.Tensor, rope: Rope, batch: ForwardBatch) -> Heads:
         """What attention takes, normalised and rotated; where one kernel does it all, K and V are written."""
-        qkv = self.qkv_proj(x_TD, batch.adapters)
+        qkv = self.qkv_proj(x_TD, batch)
         kernels = fused.kernels_for(qkv) if batch.attn_backend.attends_to_pool else None
         if kernels is not None:
             pool = batch.token_to_kv_pool
@@ -275,7 +226,7 @@ class Attention(nn.Module):
             slots = batch.out_cache_loc
             q_TNH = kernels.norm_rope_write(qkv, self._norms(), rope, slots, k_pool, v_pool, batch.q_out)
             return q_TNH, None, None
-        qkv = qkv.view(x_TD.shape[0], -1, self.head_dim)
+        qkv = qkv.contiguous().view(x_TD.shape[0], -1, self.head_dim)
         qk, v_TKH = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
@@ -291,9 +242,9 @@ class Attention(nn.Module):
             return backend.attend(self.layer_id, q_TNH, batch, out)
         return backend.run(self.layer_id, q_TNH, k_TKH, v_TKH, batch, out)
 
-    def project(self, attended_TNH: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
+    def project(self, attended_TNH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, N, H] -> [T, D]."""
-        out: torch.Tensor = self.o_proj(attended_TNH.reshape(attended_TNH.shape[0], -1), rows)
+        out: torch.Tensor = self.o_proj(attended_TNH.reshape(attended_TNH.shape[0], -1), batch)
         return out
 
     def _norms(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
@@ -312,7 +263,7 @@ class MLP(nn.Module):
         self.gate_up_proj = FusedLinear(config.hidden_size, parts, bias=config.mlp_bias)
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x_TD: torch.Tensor, rows: AdapterRows | None) -> torch.Tensor:
-        """[T, D] -> [T, D], through the adapters of `rows`."""
-        out: torch.Tensor = self.down_proj(fused.silu_mul(self.gate_up_proj(x_TD, rows)), rows)
+    def forward(self, x_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, D] -> [T, D]."""
+        out: torch.Tensor = self.down_proj(fused.silu_mul(self.gate_up_proj(x_TD, batch)), batch)
         return out

@@ -56,9 +56,9 @@ class DecoderLayer(nn.Module):
         self, attended: torch.Tensor, residual: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, N, H], [T, D] -> what the MLP adds, and the sum before it, [T, D] each."""
-        projected = self.self_attn.project(attended, batch.adapters)
+        projected = self.self_attn.project(attended, batch)
         x_TD, residual = self.post_attention_layernorm.add(projected, residual)
-        return self.mlp(x_TD, batch.adapters), residual
+        return self.mlp(x_TD, batch), residual
 
 
 class Decoder(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout_engine.batch.schedule import CaptureHiddenMode
-from rollout_engine.models import layers
+from rollout_engine.models import products
 from rollout_engine.sampling import SamplingParams
 from tests.hand_scheduler import GREEDY, HandScheduler, make_runner
 from tests.tiny import ARCHITECTURES, VOCAB_SIZE, load_reference, make_tiny
@@ -134,7 +134,7 @@ def test_smollm2_logits(smollm2):
 
 
 def test_smollm2_logits_without_onednn(smollm2, monkeypatch):
-    monkeypatch.setattr(layers, "ONEDNN", None)
+    monkeypatch.setattr(products, "ONEDNN", None)
     check_logits(smollm2, 49152)
 
 

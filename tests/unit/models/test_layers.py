@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rollout_engine.models import layers
-from rollout_engine.models.layers import MAX_THIN_ROWS, Head, RMSNorm, find_onednn, linear, rotate
+from rollout_engine.models import products
+from rollout_engine.models.layers import Head, RMSNorm, rotate
+from rollout_engine.models.products import MAX_THIN_ROWS, find_onednn, linear
 
 
 def operations(product) -> SimpleNamespace:
@@ -59,7 +60,7 @@ def test_an_operation_that_is_missing_or_does_something_else_is_not(found) -> No
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_without_onednn_the_blas_takes_over(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "ONEDNN", None)
+    monkeypatch.setattr(products, "ONEDNN", None)
     head = Head(24, 40, bias=bias)
     head.weight.data.normal_()
     if head.bias is not None:
@@ -70,16 +71,38 @@ def test_without_onednn_the_blas_takes_over(bias: bool, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, MAX_THIN_ROWS, MAX_THIN_ROWS + 1, 16, 70])
-def test_products_of_any_height(rows: int, bias: bool) -> None:
+def test_products_of_any_height(rows: int, decode: bool, bias: bool) -> None:
     x, weight = torch.randn(rows, 576), torch.randn(96, 576)
     b = torch.randn(96) if bias else None
     exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
-    out = linear(x, weight, b)
-    assert out.is_contiguous()
+    out = linear(x, weight, b, decode=decode)
+    assert out.shape == (rows, 96)
     assert (out - exact).abs().max() < 2e-4
-    if rows > MAX_THIN_ROWS:
-        assert torch.equal(out, F.linear(x, weight, b))
+    if rows > MAX_THIN_ROWS and not decode:
+        assert torch.equal(out, F.linear(x, weight, b)), "a prompt's sums are those of transformers"
+    head = Head(576, 96, bias=bias)
+    head.weight.data.copy_(weight)
+    if head.bias is not None:
+        head.bias.data.copy_(b)
+    assert (head(x) - exact).abs().max() < 2e-4
+    assert head(x).is_contiguous()
+
+
+@pytest.mark.skipif(products.ONEDNN is None, reason="this torch has no oneDNN")
+def test_a_row_of_a_decode_step_does_not_depend_on_how_many_there_are() -> None:
+    x, weight, second = torch.randn(40, 576), torch.randn(96, 576), torch.randn(64, 96)
+
+    def both(rows: int) -> torch.Tensor:
+        """One product over what another left: it comes transposed."""
+        return linear(linear(x[:rows], weight, None, decode=True), second, None, decode=True)
+
+    assert products.ONEDNN is not None
+    whole, by_onednn = both(40), products.ONEDNN(x, weight, None)
+    for rows in (MAX_THIN_ROWS + 1, 8, 15, 16, 17, 33):
+        assert torch.equal(both(rows), whole[:rows])
+        assert torch.equal(linear(x[:rows], weight, None, decode=True), by_onednn[:rows])
 
 
 def test_norm_and_rotation_round_as_in_transformers() -> None:
