@@ -279,5 +279,14 @@ def load_config(flags: dict[str, Any], toml: Path | None = None) -> ServeConfig:
     try:
         return ServeConfig(**values)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("; ".join(lines)) from error
+        raise ConfigError("; ".join(_told(dict(one)) for one in error.errors())) from error
+
+
+def _told(error: dict[str, Any]) -> str:
+    """One of pydantic's errors, as somebody reads it who knows flags and keys, and no pydantic."""
+    key = ".".join(map(str, error["loc"]))
+    flag = f"--{key.replace('_', '-')}"
+    if error["type"] == "missing":
+        return f"{key} is missing: give {flag}, ROLLSYNC_{key.upper()} or the key {key} of a --config file"
+    text = error["msg"].removeprefix("Value error, ")
+    return f"{key}: {text}" if key else text

@@ -44,6 +44,8 @@ class EngineError(Exception):
     """
 
     def __init__(self, reason: Reason, message: str) -> None:
+        # Names of files may hold halves of surrogate pairs, which no message can.
+        message = message.encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.reason = reason
         self.message = message

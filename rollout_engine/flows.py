@@ -51,10 +51,6 @@ class FlowRunner:
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="rollsync-worker")
         self._waiting: list[tuple[Flow, Until | Future[Any], Done]] = []
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._waiting
-
     def start(self, flow: Flow, done: Done) -> None:
         """Run `flow` to its first wait; `done(result, error)` is called when it ends."""
         self._advance(flow, done, None, None)

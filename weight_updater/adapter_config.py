@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
+from types import UnionType
 from typing import Any
 
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import AdapterSpec
-from weight_updater.safetensors_header import corrupt, open_regular
+from weight_updater.safetensors_header import corrupt, open_regular, parse_json
+from weight_updater.safetensors_io import confined
 
 FILE = "adapter_config.json"
 MAX_BYTES = 1 << 20
+MAX_RANK = (1 << 31) - 1
+"""More is no rank at all; what the engine has room for (`--max-adapter-rank`) is compared later."""
 
 _REFUSED = (
     "use_dora",
@@ -41,41 +44,51 @@ def read_spec(directory: str, asked: AdapterSpec) -> AdapterSpec:
     """`asked` with what the directory's adapter_config.json says.
 
     Raises:
-        UpdateRefused: FILE_NOT_FOUND, FILE_CORRUPT, or INVALID_UPDATE for an adapter that is no plain LoRA.
+        UpdateRefused: FILE_NOT_FOUND, FILE_CORRUPT, PATH_FORBIDDEN (a link that leaves the directory), or
+            INVALID_UPDATE for an adapter that is no plain LoRA.
     """
-    path = os.path.join(directory, FILE)
-    config = _read(path)
+    path, config = _read(directory)
     if config.get("peft_type") != "LORA":
-        raise _not_plain(asked, f"its peft_type is {config.get('peft_type')!r}")
+        raise _not_plain(asked, f"its peft_type is {_shown(config.get('peft_type'))}")
     if on := [name for name in _REFUSED if config.get(name)]:
-        raise _not_plain(asked, f"it has {on[0]}={config[on[0]]!r}")
+        raise _not_plain(asked, f"it has {on[0]}={_shown(config[on[0]])}")
     if config.get("bias", "none") != "none":
-        raise _not_plain(asked, f"it trains biases (bias={config['bias']!r})")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or isinstance(rank, bool) or not isinstance(alpha, int | float) or rank < 1:
-        raise corrupt(path, f"r is {rank!r} and lora_alpha {alpha!r}")
-    scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+        raise _not_plain(asked, f"it trains biases (bias={_shown(config['bias'])})")
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    if not (_is_number(rank, int) and 0 < rank <= MAX_RANK and _is_number(alpha, int | float)):
+        raise corrupt(path, f"r is {_shown(rank)} and lora_alpha {_shown(alpha)}")
+    try:
+        scaling = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    except OverflowError as error:
+        raise corrupt(path, f"lora_alpha is {_shown(alpha)}") from error
     return AdapterSpec(asked.name, rank, scaling, (), asked.base_checksum)
 
 
-def _read(path: str) -> dict[str, Any]:
-    if not os.path.lexists(path):
+def _read(directory: str) -> tuple[str, dict[str, Any]]:
+    """The file's real path, and the object that it holds."""
+    if not os.path.lexists(os.path.join(directory, FILE)):
         raise UpdateRefused(
             Reason.FILE_NOT_FOUND,
-            f"{os.path.dirname(path)} has no {FILE}; give rank and scaling of it",
+            f"{directory} has no {FILE}; give rank and scaling of it",
         )
+    path = confined(directory, FILE, [directory])
     fd, identity = open_regular(path, path)
     try:
         if identity.size > MAX_BYTES:
             raise corrupt(path, f"a configuration of {identity.size} bytes")
-        config = json.loads(os.pread(fd, identity.size, 0))
-    except ValueError as error:
-        raise corrupt(path, f"it is no JSON ({error})") from error
+        return path, parse_json(os.pread(fd, identity.size, 0), path)
     finally:
         os.close(fd)
-    if not isinstance(config, dict):
-        raise corrupt(path, "it is no JSON object")
-    return config
+
+
+def _is_number(value: Any, kind: type | UnionType) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _not_plain(asked: AdapterSpec, what: str) -> UpdateRefused:

@@ -56,7 +56,7 @@ def read_descriptor(path: str) -> ArenaDescriptor:
         )
     try:
         return _parse(json.loads(text))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UpdateRefused(
             Reason.FILE_CORRUPT,
             f"{path} describes no arena ({error}); write it with AdoptedArena.write_descriptor",

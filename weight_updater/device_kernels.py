@@ -22,8 +22,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-COLUMNS = 8
-
 _POSITION = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER = tl.constexpr(0xBF58476D1CE4E5B9)
 

@@ -45,6 +45,19 @@ class Reason(StrEnum):
     INTERNAL = "INTERNAL"  # a bug of ours
 
 
+MAX_MESSAGE = 4000
+"""Characters of an error's text. It is kept with the update's record, and may name what a file says."""
+
+
+def _sendable(text: str) -> str:
+    """Names of files, and of tensors in them, may be of any length, and hold halves of surrogate pairs, which
+    no message can.
+    """
+    if len(text) > MAX_MESSAGE:
+        text = f"{text[: MAX_MESSAGE - 3]}..."
+    return text.encode(errors="backslashreplace").decode()
+
+
 class UpdateError(Exception):
     """Base of all errors of an update.
 
@@ -54,6 +67,7 @@ class UpdateError(Exception):
     """
 
     def __init__(self, reason: Reason, message: str) -> None:
+        message = _sendable(message)
         super().__init__(message)
         self.reason = reason
         self.message = message

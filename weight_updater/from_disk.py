@@ -61,7 +61,7 @@ def allowed_directory(directory: str, roots: Sequence[str]) -> str:
     raise UpdateRefused(
         Reason.PATH_FORBIDDEN,
         "the directory is not under one of the engine's weight roots; give an absolute path under one, or "
-        "start the engine with another root",
+        "start the engine with another (--weights-root)",
     )
 
 

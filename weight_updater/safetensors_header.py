@@ -234,7 +234,7 @@ def corrupt(path: str, what: str) -> UpdateRefused:
 
 
 def parse_json(raw: bytes, path: str) -> dict[str, Any]:
-    """A JSON object without repeated keys."""
+    """A JSON object without repeated keys, all of whose texts can be written as UTF-8."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -244,6 +244,8 @@ def parse_json(raw: bytes, path: str) -> dict[str, Any]:
 
     try:
         value = json.loads(raw.decode(), object_pairs_hook=unique)
+        if b"\\u" in raw:  # an escape may be half of a surrogate pair, which could be sent to nobody
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise corrupt(path, f"invalid JSON: {error}") from error
     if not isinstance(value, dict):

@@ -137,17 +137,17 @@ def open_checkpoint(directory: str, roots: Sequence[str] = (), headers: Headers 
 
 
 def _open_single(checkpoint: Checkpoint, file: str, allowed: Sequence[str], headers: Headers) -> Checkpoint:
-    path = _confined(checkpoint.directory, file, allowed)
+    path = confined(checkpoint.directory, file, allowed)
     stored = _read_file(checkpoint, path, headers)
     return replace(checkpoint, manifest=stored.manifest, stored=(stored,))
 
 
 def _open_sharded(checkpoint: Checkpoint, allowed: Sequence[str], headers: Headers) -> Checkpoint:
     base = checkpoint.directory
-    index_path = _confined(base, INDEX, allowed)
+    index_path = confined(base, INDEX, allowed)
     weight_map = _read_index(checkpoint, index_path)
     # All names are checked before the first is opened.
-    paths = {file: _confined(base, file, allowed) for file in sorted(set(weight_map.values()))}
+    paths = {file: confined(base, file, allowed) for file in sorted(set(weight_map.values()))}
     stored: list[StoredFile] = []
     for file, path in paths.items():
         found = _read_file(checkpoint, path, headers)
@@ -193,7 +193,7 @@ def _read_index(checkpoint: Checkpoint, path: str) -> dict[str, str]:
     return weight_map
 
 
-def _confined(base: str, file: str, allowed: Sequence[str]) -> str:
+def confined(base: str, file: str, allowed: Sequence[str]) -> str:
     """The real path of `file` in `base`; PATH_FORBIDDEN if it leaves all of `allowed`. Opens nothing."""
     parts = file.split("/")
     if "\0" in file or os.path.isabs(file) or not parts[-1] or ".." in parts:

@@ -14,7 +14,7 @@ from rollout_engine.cli.generate import generate
 from rollout_engine.cli.http import http
 from rollout_engine.cli.plot import plot
 from rollout_engine.cli.reload import reload
-from rollout_engine.cli.serve import serve
+from rollout_engine.cli.serve import ServeCommand, serve
 from rollout_engine.cli.status import status
 from rollout_engine.cli.top import top
 from rollout_engine.cli.warmup import warmup
@@ -26,7 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, generate, reload, status, top, plot, doctor, http, warmup, demo):
+app.command(cls=ServeCommand)(serve)
+for command in (generate, reload, status, top, plot, doctor, http, warmup, demo):
     app.command()(command)
 
 

@@ -11,10 +11,33 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from rollout_engine.cli.output import EXIT_USAGE, JsonOption, fail
 
 _READY_POLL_S = 0.05
+
+
+class ServeCommand(TyperCommand):
+    """Tells the defaults of ServeConfig in its help; nothing else has to load them."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from rollout_engine.config import ServeConfig
+
+        for parameter in self.params:
+            field = ServeConfig.model_fields.get(parameter.name or "")
+            if isinstance(parameter, TyperOption) and field is not None and not field.is_required():
+                parameter.show_default = _shown(field.default)
+        super().format_help(ctx, formatter)
+
+
+def _shown(default: Any) -> str | bool:
+    """A default as the flag is written; False for one that says nothing."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, tuple):
+        default = ",".join(map(str, default))
+    return False if default in (None, "") else str(default)
 
 
 def _flag(help_text: str, *names: str) -> Any:
@@ -31,7 +54,7 @@ def serve(
     model: Annotated[Path | None, _flag("Directory with config.json, safetensors, tokenizer.json.")] = None,
     dtype: Annotated[str | None, _flag("auto, float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, _flag("auto, cpu, cuda or cuda:N.")] = None,
-    load_format: Annotated[str | None, _flag("disk, or random weights from --seed.")] = None,
+    load_format: Annotated[str | None, _flag("disk, or random: weights drawn from --seed.")] = None,
     weights: Annotated[str | None, _flag("ipc:FILE starts on a trainer's arena, as FILE describes.")] = None,
     num_threads: Annotated[int | None, _flag("Threads of torch; 0: its own choice.")] = None,
     seed: Annotated[int | None, _flag("Of random weights, and of requests without a seed.")] = None,
@@ -53,7 +76,8 @@ def serve(
     max_message_bytes: Annotated[int | None, _flag("Limit of one gRPC message.")] = None,
     upload_slots: Annotated[int | None, _flag("Slots of the upload ring.")] = None,
     stream_receivers: Annotated[
-        int | None, _flag("Processes that take chunks of weights at ports of their own.")
+        int | None,
+        _flag("Processes that take chunks of weights at ports of their own; by default 1 to 4, by cores."),
     ] = None,
     max_generate_streams: Annotated[int | None, _flag("Generating calls that may be open at once.")] = None,
     max_weight_streams: Annotated[int | None, _flag("Streams of weights that may be open at once.")] = None,
@@ -64,17 +88,25 @@ def serve(
         int | None, _flag("Watchers of health, who need no token, at once.")
     ] = None,
     weights_roots: Annotated[
-        list[Path] | None, _flag("Disk updates may read below it; repeatable.", "--weights-root")
+        list[Path] | None,
+        _flag(
+            "Disk updates may read below it, beside the model's; repeatable (key weights_roots).",
+            "--weights-root",
+        ),
     ] = None,
     page_size: Annotated[int | None, _flag("Tokens in a KV page.")] = None,
     num_pages: Annotated[int | None, _flag("KV pages; 0 sizes the pool from memory.")] = None,
     mem_fraction_static: Annotated[
-        float | None, _flag("Share of memory for weights, KV and reserves.")
+        float | None, _flag("Share of memory for weights, KV and reserves; 0: 0.85 on a GPU, 0.3 on a CPU.")
     ] = None,
     context_length: Annotated[int | None, _flag("0 takes the model's.")] = None,
-    max_running_requests: Annotated[int | None, _flag("Sequences in a batch at most.")] = None,
+    max_running_requests: Annotated[
+        int | None, _flag("Sequences in a batch at most; 0: 256 on a GPU, 64 on a CPU.")
+    ] = None,
     max_waiting_requests: Annotated[int | None, _flag("Requests that may wait.")] = None,
-    max_prefill_tokens: Annotated[int | None, _flag("Prompt tokens of one forward pass.")] = None,
+    max_prefill_tokens: Annotated[
+        int | None, _flag("Prompt tokens of one forward pass; 0: 8192 on a GPU, 2048 on a CPU.")
+    ] = None,
     chunked_prefill: Annotated[
         bool | None, _flag("Cut long prompts.", "--chunked-prefill/--no-chunked-prefill")
     ] = None,
@@ -108,7 +140,9 @@ def serve(
     min_version: Annotated[int | None, _flag("Refuse generation below this weight version.")] = None,
     initial_version: Annotated[int | None, _flag("Weight version of the weights loaded at start.")] = None,
 ) -> None:
-    """Serve a model until SIGTERM or SIGINT. Every option is also a ROLLSYNC_* variable and a TOML key."""
+    """Serve a model until SIGTERM or SIGINT. Every option from --model on is also a ROLLSYNC_* variable and a
+    TOML key.
+    """
     flags = dict(locals())
     for name in ("config", "ready_file", "as_json"):
         del flags[name]

@@ -113,9 +113,3 @@ def _read(name: str, path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from error
-
-
-def server_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
-    """TLS (or, with tls_client_ca, mTLS) credentials; None for plain text. Raises what `read_tls` does."""
-    tls = read_tls(config)
-    return None if tls is None else tls.credentials()

@@ -91,6 +91,10 @@ def manifest(wire: pb.Manifest) -> r.Manifest:
     return r.Manifest.of(columns, [spec.checksum if spec.HasField("checksum") else None for spec in specs])
 
 
+MAX_NAME = 256
+"""Characters of what an update is called by; GetEngineInfo tells it of the last updates."""
+
+
 def adapter_spec(wire: pb.AdapterSpec) -> r.AdapterSpec:
     if not wire.name:
         invalid("adapter.name", "is empty; requests choose the adapter by it")
@@ -115,6 +119,9 @@ def begin_update(wire: pb.BeginUpdateRequest) -> r.BeginUpdate:
         invalid("manifest_digest", "is empty")
     if wire.adopt and path is not r.Path.IPC:
         invalid("adopt", f"goes with the ipc path only, not with {path}")
+    for field, text in (("update_id", wire.update_id), ("adapter.name", wire.adapter.name)):
+        if len(text) > MAX_NAME:
+            invalid(field, f"has {len(text)} characters, more than {MAX_NAME}")
     return r.BeginUpdate(
         path=path,
         update_id=wire.update_id,

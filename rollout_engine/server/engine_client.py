@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import socket
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -22,8 +22,6 @@ from rollout_engine.server.status import error_from
 from rollout_engine.server.tally import Tally
 
 log = get_log(__name__)
-
-Result = TypeVar("Result")
 
 EXIT_WAIT_S = 2.0
 """How long a process whose socket is closed may take to be gone before its exit code is given up."""

@@ -31,7 +31,9 @@ Servicer = TypeVar("Servicer", bound=type)
 REASON_KEY = "rollsync-reason"
 KIND_KEY = "rollsync-kind"
 MAX_DETAILS = 1500
-"""Characters of an error's text: trailing metadata is limited to 8 KiB by a default client."""
+"""Characters of an error's text."""
+MAX_DETAILS_BYTES = 4500
+"""Of the same as it travels: a default client refuses trailing metadata above 8 KiB, or may."""
 
 ENGINE_CODES: dict[EngineReason, grpc.StatusCode] = {
     EngineReason.INVALID_REQUEST: Code.INVALID_ARGUMENT,
@@ -120,8 +122,14 @@ def item_error(error: DomainError) -> rollout_pb2.RequestError:
 
 
 def shorten(text: str) -> str:
-    """Cut a text to what trailing metadata can carry."""
-    return text if len(text) <= MAX_DETAILS else text[: MAX_DETAILS - 3] + "..."
+    """Cut a text to what trailing metadata can carry, where all but printable ASCII takes 3 bytes for one."""
+    num_bytes = 0
+    for at, character in enumerate(text):
+        plain = " " <= character <= "~" and character != "%"
+        num_bytes += 1 if plain else 3 * len(character.encode(errors="backslashreplace"))
+        if at >= MAX_DETAILS or num_bytes > MAX_DETAILS_BYTES:
+            return text[: max(0, min(at, MAX_DETAILS) - 3)] + "..."
+    return text
 
 
 def _metadata(error: DomainError) -> tuple[tuple[str, str], ...]:

@@ -24,7 +24,6 @@ from weight_updater.requests import Path as Way
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "15"))
 """Of each call, for each kind of input."""
-MANY_FIELDS = ["Generate", "GenerateBatch", "Score", "BeginUpdate", "UpdateWeightsFromTensor"]
 WORDS = [
     "model.embed_tokens.weight",
     "model.norm.weight",

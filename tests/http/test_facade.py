@@ -18,12 +18,10 @@ from trainers_adapters import ModuleSource
 from weight_updater.groups import SenderGroup
 from weight_updater.safetensors_io import save_weights
 
-UNEVEN = {"names": ["a"], "dtypes": [], "shapes": []}
 ASYNC = {"model_path": "/x", "is_async": True}
 WITH_STOP = {"prompt": [1], "stop": "x", "include_stop_str_in_output": True}
 TOP_OF_PROMPT = {"input_ids": [1], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
 TOP_TWO = {"token_ids": [1], "sampling_params": {"prompt_logprobs": 2}}
-NO_NUMBER = {"model_path": "/x", "weight_version": "v2"}
 
 
 def write(root: Path, name: str, model) -> str:

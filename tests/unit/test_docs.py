@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,3 +65,16 @@ def test_every_reason_of_the_trainers_side_stands_there_too():
 def test_links_lead_to_files_that_are_there(page):
     links = re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_readme_counts_reports_and_broken_lines_as_they_are():
+    """Reports, those of which a part is left out, and what `make cases-red` breaks."""
+    listed, left_out, broken = (
+        tomllib.loads((ROOT / "tests" / name).read_text())
+        for name in ("cases_list.toml", "cases.toml", "cases_red.toml")
+    )
+    parts = [case for case in left_out.values() if "part" in case]
+    assert (len(left_out) - len(parts), len(parts)) == (1, 6), "README says one whole, and a part of six"
+    row = next(line for line in (ROOT / "README.md").read_text().splitlines() if "`make cases`" in line)
+    numbers = [int(number) for number in re.findall(r"\b\d+\b", row)]
+    assert numbers == [len(listed["cases"]), len(broken["mutation"])]

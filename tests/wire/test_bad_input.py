@@ -244,6 +244,47 @@ def test_files_that_cannot_be_right(fault, engine, model, root):
     assert refusal(load, engine, directory) == expected
 
 
+def name_a_tensor_that_is_no_text(directory: Path) -> None:
+    header = b'{"\\ud800.weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+def name_a_file_that_is_no_text(directory: Path) -> None:
+    os.rename(directory / "model.safetensors", os.fsencode(directory) + b"/\xff.safetensors")
+
+
+def index_a_name_that_is_no_text(directory: Path) -> None:
+    os.rename(directory / "model.safetensors", directory / "other.safetensors")
+    index = '{"weight_map": {"\\udfff": "other.safetensors", "\\ud800": "\\udc00"}}'
+    (directory / "model.safetensors.index.json").write_text(index)
+
+
+def test_a_name_of_any_length_leaves_the_engines_records_readable(engine, model, root):
+    directory = root / "long"
+    save_weights(str(directory), ModuleSource(model))
+    header = json.dumps({"x" * (6 << 20): {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}).encode()
+    file = len(header).to_bytes(8, "little") + header + bytes(4)
+    (directory / "model.safetensors").write_bytes(file)
+    assert refusal(load, engine, directory) == ("DATA_LOSS", "FILE_CORRUPT")
+    last = engine.rollout.info().recent_updates[-1]
+    assert (last.end, last.reason, last.message[-3:]) == ("refused", "FILE_CORRUPT", "...")
+
+
+NO_TEXT = {
+    name_a_tensor_that_is_no_text: ("DATA_LOSS", "FILE_CORRUPT"),
+    name_a_file_that_is_no_text: ("NOT_FOUND", "FILE_NOT_FOUND"),
+    index_a_name_that_is_no_text: ("DATA_LOSS", "FILE_CORRUPT"),
+}
+
+
+@pytest.mark.parametrize("spoil", NO_TEXT, ids=lambda spoil: spoil.__name__)
+def test_names_that_no_message_can_hold(spoil, engine, model, root):
+    directory = root / spoil.__name__
+    save_weights(str(directory), ModuleSource(model))
+    spoil(directory)
+    assert refusal(load, engine, directory) == NO_TEXT[spoil]
+
+
 @pytest.mark.case("B048")
 @pytest.mark.parametrize("where", ["/etc", "{root}/../..", "attacker/repo", "~"])
 def test_directories_outside_the_roots(where, engine, root):

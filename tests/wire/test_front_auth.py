@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rollout_engine.config import ServeConfig, load_config
 from rollout_engine.errors import ConfigError
-from rollout_engine.server.auth import server_credentials
+from rollout_engine.server.auth import read_tls
 from rollout_engine.v1 import rollout_pb2, weights_pb2
 from tests.wire.front import prompt, reason_of, serving
 
@@ -189,5 +189,5 @@ def test_mtls_wants_a_certificate_of_the_ca(tmp_path):
 def test_a_tls_file_that_cannot_be_read_is_named(tmp_path):
     config = ServeConfig(model=tmp_path, tls_cert=tmp_path / "no.crt", tls_key=tmp_path / "no.key")
     with pytest.raises(ConfigError, match=r"tls_key: cannot read .*no\.key"):
-        server_credentials(config)
-    assert server_credentials(ServeConfig(model=tmp_path)) is None
+        read_tls(config)
+    assert read_tls(ServeConfig(model=tmp_path)) is None

@@ -63,6 +63,8 @@ def create_app(
         app.include_router(module.router)
     app.add_exception_handler(RollsyncError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(ValueError, _cannot_be_sent)
+    app.add_exception_handler(Exception, _failed)
     expected = None if token is None else token.encode()
 
     @app.middleware("http")
@@ -90,6 +92,17 @@ async def _refused(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RollsyncError)
     status = HTTP_STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
     return error_response(status, error.reason or error.code, error.message)
+
+
+async def _cannot_be_sent(_: Request, error: Exception) -> JSONResponse:
+    """The client refused a value that no message to the engine can hold."""
+    return error_response(HTTPStatus.BAD_REQUEST, "INVALID_REQUEST", str(error))
+
+
+async def _failed(_: Request, error: Exception) -> JSONResponse:
+    """A bug of ours; the server logs it, too."""
+    text = f"{type(error).__name__} in the facade; see its log"
+    return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, "INTERNAL", text)
 
 
 async def _invalid(_: Request, error: Exception) -> JSONResponse:

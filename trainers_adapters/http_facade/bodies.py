@@ -8,6 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from trainers_adapters.rollout_calls import Sampling
 
+U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
+I32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+"""What the engine's messages have room for, so that what has none is refused by its name."""
+Ids = list[U32]
+
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
 """What a caller without images or the like sends."""
 
@@ -19,7 +25,7 @@ class Body(BaseModel):
 class SamplingBody(Body):
     """What both dialects call alike, with the same defaults."""
 
-    n: int = Field(default=1, ge=1)
+    n: int = Field(default=1, ge=1, lt=1 << 32)
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -27,9 +33,9 @@ class SamplingBody(Body):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool = False
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[U32, float] | None = None
     # Of the text alone; ids are always whole here.
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -49,10 +55,10 @@ _ALIKE = SamplingBody.model_fields.keys() - {"skip_special_tokens", "spaces_betw
 class SglangSampling(SamplingBody):
     """`sampling_params` of /generate, with SGLang's defaults."""
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    top_k: int = -1
-    sampling_seed: int | None = None
+    max_new_tokens: I32 = 128
+    min_new_tokens: U32 = 0
+    top_k: I32 = -1
+    sampling_seed: U64 | None = None
     no_stop_trim: bool = False  # of the text alone, too
 
     def to_sampling(self) -> Sampling:
@@ -68,14 +74,14 @@ class SglangGenerate(Body):
     """/generate: one prompt, or a list of them."""
 
     text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    input_ids: Ids | list[Ids] | None = None
     sampling_params: SglangSampling | list[SglangSampling] = SglangSampling()
     rid: str | list[str] | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
-    top_logprobs_num: int = Field(default=0, ge=0)
+    top_logprobs_num: U32 = 0
     stream: bool = False
-    priority: int = 0
+    priority: I32 = 0
     lora_path: str | None = None  # the name of an adapter
     # Callers say that they want none of these.
     image_data: Nothing = None
@@ -138,16 +144,16 @@ class FromDistributed(Body):
     flush_cache: bool = True
     load_format: None = None
     selector: Literal["all"] = "all"
-    bucket_bytes: int = 0
+    bucket_bytes: U64 = 0
 
 
 class InitGroupBody(Body):
     """/init_weights_update_group."""
 
     master_address: str
-    master_port: int
-    rank_offset: int = 1
-    world_size: int
+    master_port: U32
+    rank_offset: U32 = 1
+    world_size: U32
     group_name: str = "weight_update_group"
     backend: str = ""
 
@@ -188,11 +194,11 @@ class CheckerBody(Body):
 class VllmSampling(SamplingBody):
     """`sampling_params` of /inference/v1/generate, with vLLM's defaults."""
 
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    top_k: int = 0
-    seed: int | None = None
-    logprobs: int | None = None
+    max_tokens: I32 | None = 16
+    min_tokens: U32 = 0
+    top_k: I32 = 0
+    seed: U64 | None = None
+    logprobs: U32 | None = None
     prompt_logprobs: int | None = Field(default=None, ge=0, le=1)  # of the prompt's own tokens, no others
     include_stop_str_in_output: bool = False  # of the text alone
     detokenize: bool = True
@@ -214,20 +220,20 @@ class VllmSampling(SamplingBody):
 class VllmGenerate(Body):
     """/inference/v1/generate: token ids in, token ids out."""
 
-    token_ids: list[int]
+    token_ids: Ids
     sampling_params: VllmSampling = VllmSampling()
     request_id: str = ""
     model: str | None = None
     stream: Literal[False] = False
     cache_salt: str | None = None  # pages of other weights never match, salted or not
-    priority: int = 0
+    priority: I32 = 0
     features: None = None
 
 
 class VllmCompletion(VllmSampling):
     """/v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Ids | list[str] | list[Ids]
     model: str | None = None
     stream: Literal[False] = False
     echo: Literal[False] = False

@@ -212,13 +212,16 @@ def version_number(version: str | int | None) -> int:
     if version in (None, "", "default"):
         return 0
     try:
-        return int(version)
+        number = int(version)
     except ValueError:
+        number = -1
+    if not 0 <= number < 1 << 64:
         raise RollsyncError(
             "INVALID_ARGUMENT",
             "INVALID_REQUEST",
             f"weight_version is {version!r}; versions are whole numbers that grow from update to update",
-        ) from None
+        )
+    return number
 
 
 def not_here(what: str, instead: str) -> RollsyncError:

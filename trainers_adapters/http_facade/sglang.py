@@ -62,6 +62,9 @@ async def _streamed(body: SglangGenerate, engine: Engine) -> AsyncIterator[str]:
     except RollsyncError as error:
         told = {"error": {"type": error.reason or error.code, "message": error.message}}
         yield f"data: {json.dumps(told)}\n\n"
+    except ValueError as error:  # a value that no message can hold; nothing was sent
+        told = {"error": {"type": "INVALID_REQUEST", "message": str(error)}}
+        yield f"data: {json.dumps(told)}\n\n"
     yield "data: [DONE]\n\n"
 
 

@@ -52,6 +52,34 @@ def test_serve_has_a_flag_for_every_field_of_the_configuration() -> None:
     assert names == set(ServeConfig.model_fields) | {"config", "ready_file", "as_json"}
 
 
+def test_serve_tells_its_defaults() -> None:
+    result = run("serve", "--help", env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    lines = {words[1]: line for line in result.output.splitlines() if len(words := line.split()) > 2}
+    for flag, told in {
+        "--port": "(50051)",
+        "--lease-seconds": "(60.0)",
+        "--prefix-cache": "(on)",
+        "--reserve-device-staging": "(off)",
+        "--capture-batch-sizes": "(1,2,4,8,16,32,64,128,256)",
+        "--max-message-bytes": "(4194304)",
+    }.items():
+        assert f"[default: {told}]" in lines[flag], lines[flag]
+    for flag in ("--model", "--token", "--overlap", "--weights"):
+        assert "default:" not in lines[flag]
+
+
+def test_a_wrong_configuration_is_told_in_words_of_the_command() -> None:
+    missing = run("serve")
+    assert missing.exit_code == 2
+    assert "model is missing: give --model, ROLLSYNC_MODEL or the key model" in missing.stderr
+    open_port = run("serve", "--model", "/m", "--host", "0.0.0.0")
+    assert open_port.exit_code == 2
+    assert "error: host '0.0.0.0' is not loopback: set a token" in open_port.stderr
+    sizes = run("serve", "--model", "/m", "--capture-batch-sizes", "1,,2")
+    assert "capture_batch_sizes: '1,,2' has an empty entry" in sizes.stderr
+
+
 def test_help_is_fast_and_loads_neither_torch_nor_grpc() -> None:
     code = (
         "import sys; from rollout_engine.cli.main import app; "

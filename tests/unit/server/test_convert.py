@@ -111,6 +111,8 @@ def test_a_checksum_of_zero_is_not_a_missing_one():
         ({"recapture": 9}, "recapture is 9"),
         ({"path": weights_pb2.WEIGHTS_PATH_TENSOR}, "adopt goes with the ipc path only"),
         ({"manifest": None}, "manifest is missing"),
+        ({"update_id": "x" * 257}, "update_id has 257 characters"),
+        ({"adapter": weights_pb2.AdapterSpec(name="x" * 257)}, "adapter.name has 257 characters"),
         ({"manifest": weights_pb2.Manifest()}, "manifest has no tensors"),
         (
             {"manifest": weights_pb2.Manifest(tensors=[weights_pb2.TensorSpec(name="x")])},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -47,6 +48,16 @@ def test_an_items_error_carries_the_number_of_the_code():
 
 def test_long_texts_are_cut():
     assert len(status.shorten("x" * 100_000)) == status.MAX_DETAILS
+    assert status.shorten("x" * status.MAX_DETAILS) == "x" * status.MAX_DETAILS
+    short = "a name: 名, 20%, \N{SNOWMAN}"
+    assert status.shorten(short) == short
+
+
+@pytest.mark.parametrize("character", ["é", "名", "\N{GRINNING FACE}", "%", "\n"])
+def test_texts_are_cut_by_what_they_take_on_their_way(character):
+    cut = status.shorten(character * 100_000)
+    assert cut.endswith("...")
+    assert status.MAX_DETAILS_BYTES - 40 < len(quote(cut, safe=" ")) <= status.MAX_DETAILS_BYTES + 9
 
 
 def test_a_servicer_that_lacks_a_call_is_refused_at_import():
