@@ -252,6 +252,7 @@ class BucketPush:
                 errors[where] = RollsyncError("INTERNAL", "NOT_APPLIED", found)
         if errors:
             self._incomplete(version, replies, errors)
+        self._open = False
         now = time.monotonic()
         return PushReport(
             version=version,

@@ -123,7 +123,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises EngineError(MODEL_INVALID) naming the file."""
     try:
         value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise invalid(
             path.parent, f"{path.name} cannot be read ({error}); is it a model directory?"
         ) from error

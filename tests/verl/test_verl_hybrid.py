@@ -158,6 +158,8 @@ def test_a_server_that_leaves_rejects_at_once_and_one_request_can_be_ended(hybri
     ray.get(server.abort_all_requests.remote(reject_request=True))
     rejected = ray.get(server.generate.remote(PROMPT, SAMPLING, "r-1"), timeout=30)
     assert (rejected.token_ids, rejected.stop_reason) == ([], "aborted")
+    fields = rejected.extra_fields
+    assert fields["min_global_steps"] == fields["max_global_steps"] == fields["global_steps"]
     ray.get(server.resume_generation.remote())
     running = server.generate.remote(PROMPT, SAMPLING | {"max_tokens": 900, "ignore_eos": True}, "r-2")
     give_up = 200

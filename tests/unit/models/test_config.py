@@ -92,6 +92,12 @@ def test_what_is_not_supported_is_refused(mistral_dir, change, message):
         read(mistral_dir)
 
 
+def test_json_that_is_nested_beyond_reason_is_told_by_name(mistral_dir):
+    (mistral_dir / "config.json").write_text("[" * 200_000)
+    with pytest.raises(EngineError, match=r"config\.json cannot be read"):
+        read(mistral_dir)
+
+
 def test_rope_is_read_in_both_spellings(mistral_dir):
     edit(mistral_dir, rope_parameters={"rope_type": "linear", "rope_theta": 777.0, "factor": 2.0})
     new = read(mistral_dir).rope

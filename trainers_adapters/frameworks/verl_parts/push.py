@@ -33,7 +33,7 @@ async def offer(push: BucketPush | None, weights: Named, *, update_id: str = "")
     failure: Exception | None = None
     try:
         if push is not None:
-            push.begin(update_id=update_id)
+            await asyncio.to_thread(push.begin, update_id=update_id)
     except Exception as error:  # noqa: BLE001 - returned
         failure = error
     try:

@@ -207,7 +207,13 @@ class RollsyncServer:
             log_probs=[],
             stop_reason="aborted",
             num_preempted=0,
-            extra_fields={"global_steps": step, "weight_version": version, "num_cached_tokens": None},
+            extra_fields={
+                "global_steps": step,
+                "min_global_steps": step,
+                "max_global_steps": step,
+                "weight_version": version,
+                "num_cached_tokens": None,
+            },
         )
 
     # ------------------------------------------------------------ abort
