@@ -106,8 +106,18 @@ def _thin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 
 def _weight_first(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """By oneDNN, the weight on the left: it is read once, where it lies, and each value meets a whole vector
-    of rows. Any other way it is copied first. [T, out], its columns contiguous.
+    of rows. Any other way it is copied first. [T, out], its columns with nothing between their values but
+    what pads them.
     """
     assert ONEDNN is not None
-    out = ONEDNN(weight, x, None).t()
+    rows = x.shape[0]
+    if missing := _padded(rows) - rows:
+        x = F.pad(x, (0, 0, 0, missing))
+    out = ONEDNN(weight, x, None).t()[:rows]
     return out if bias is None else out.add_(bias)
+
+
+def _padded(rows: int) -> int:
+    """Rows that oneDNN is given. It compiles a product of half a megabyte for each number, and keeps it."""
+    step = 8 if rows <= 32 else 16
+    return -(-rows // step) * step

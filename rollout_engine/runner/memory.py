@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from weight_updater import virtual_memory
-from weight_updater.huge_pages import prefer_huge_pages
 
 
 def available_memory(device: torch.device) -> int:
@@ -25,18 +24,14 @@ def available_memory(device: torch.device) -> int:
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On a CPU memory is taken page by page (of 2 MiB, where the system has them) as it is written, so
-    a large pool costs what is used.
-    """
+    """Zeros. On a CPU memory is taken page by page as it is written, so a large pool costs what is used."""
     if device.type == "cuda":
         flat = virtual_memory.allocate(math.prod(shape) * dtype.itemsize, device)
         return flat.view(dtype).view(shape)
     # Private: MADV_DONTNEED on a shared mapping (Python's default) frees nothing and keeps the contents.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
-    flat = torch.frombuffer(memory, dtype=dtype)
-    prefer_huge_pages(flat)
-    return flat.view(shape)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def discard_contents(tensor: torch.Tensor) -> int:

@@ -105,6 +105,21 @@ def test_a_row_of_a_decode_step_does_not_depend_on_how_many_there_are() -> None:
         assert torch.equal(linear(x[:rows], weight, None, decode=True), by_onednn[:rows])
 
 
+def test_onednn_compiles_products_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    heights = set()
+
+    def product(weight: torch.Tensor, x: torch.Tensor, bias: None) -> torch.Tensor:
+        heights.add(x.shape[0])
+        return F.linear(weight, x, bias)
+
+    monkeypatch.setattr(products, "ONEDNN", product)
+    weight, b = torch.randn(24, 8), torch.randn(24)
+    for rows in range(1, 81):
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(linear(x, weight, b, decode=True), F.linear(x, weight, b))
+    assert heights == {8, 16, 24, 32, 48, 64, 80}
+
+
 def test_norm_and_rotation_round_as_in_transformers() -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 

@@ -1,4 +1,4 @@
-"""Weights and KV lie in huge pages where the system has them."""
+"""Weights lie in huge pages where the system has them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout_engine.runner.memory import lazy_zeros
 from weight_updater.arena import aligned_zeros
 from weight_updater.huge_pages import HUGE_PAGE, prefer_huge_pages
 
@@ -32,13 +31,8 @@ def flags_at(address: int) -> list[str]:
 
 
 @has_huge_pages
-@pytest.mark.parametrize(
-    "make",
-    [lambda: aligned_zeros(NUM_BYTES, CPU), lambda: lazy_zeros((NUM_BYTES // 4,), torch.float32, CPU)],
-    ids=["arena", "pool"],
-)
-def test_large_memory_asks_for_huge_pages(make) -> None:
-    memory = make()
+def test_an_arena_asks_for_huge_pages() -> None:
+    memory = aligned_zeros(NUM_BYTES, CPU)
     assert "hg" in flags_at(memory.data_ptr() + NUM_BYTES // 2)
     assert not memory.any()
     memory.fill_(1)
