@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
@@ -25,9 +25,9 @@ from trainers_adapters.adapter_source import AdapterSource
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import PushError, RollsyncError
 from trainers_adapters.push_ends import (
-    ABORT_TIMEOUT_S,
     COMMIT_RETRY_S,
     RETRY_PAUSE_S,
+    abort,
     check_committed,
     fail,
     incomplete,
@@ -299,10 +299,7 @@ class _Push:
         fail(f"{what} on {'the trainer' if here else self._clients[at].address}", error)
 
     def _abort_all(self) -> None:
-        """Best effort: an engine that does not answer ends the update itself when its lease runs out."""
-        for client in self._clients:
-            with suppress(RollsyncError):
-                client.abort(self._update.update_id, timeout_s=ABORT_TIMEOUT_S)
+        abort(self._clients, self._update.update_id)
 
     def _commit_all(self, begun: BeginReply) -> dict[str, UpdateReply]:
         """The first engine alone: only if it surely did not commit may the push still go back."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import NoReturn
 
+from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import PushError, RollsyncError
 from weight_updater.errors import UpdateError
 from weight_updater.requests import UpdateReply, UpdateState
@@ -20,6 +22,13 @@ ABORT_TIMEOUT_S = 10.0
 def is_unknown(error: RollsyncError) -> bool:
     """Whether the engine may have acted although the call failed."""
     return error.unreachable or error.reason == "DEADLINE"
+
+
+def abort(clients: Iterable[WeightsClient], update_id: str) -> None:
+    """Best effort: an engine that does not answer ends the update itself when its lease runs out."""
+    for client in clients:
+        with suppress(RollsyncError):
+            client.abort(update_id, timeout_s=ABORT_TIMEOUT_S)
 
 
 def fail(where: str, error: BaseException) -> NoReturn:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.push_ends import (
-    ABORT_TIMEOUT_S,
     COMMIT_RETRY_S,
     RETRY_PAUSE_S,
+    abort,
     check_committed,
     fail,
     incomplete,
@@ -132,6 +132,4 @@ class OneEngine:
         return self._update.version if begun is None else begun.next_version
 
     def _abort(self) -> None:
-        """Best effort: an engine that does not answer ends the update itself when its lease runs out."""
-        with suppress(RollsyncError):
-            self._client.abort(self._update.update_id, timeout_s=ABORT_TIMEOUT_S)
+        abort([self._client], self._update.update_id)

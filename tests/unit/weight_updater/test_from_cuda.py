@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,14 +10,12 @@ import pytest
 import torch
 
 from tests.unit.weight_updater.fake_gpu import FakeGpu, fake_gpu, in_use
-from tests.unit.weight_updater.test_adopt import Trainer
 from tests.unit.weight_updater.tiny_target import (
     HEAD,
     K,
     TinyTarget,
     begin,
     make_updater,
-    manifest_of,
     raw,
     weights,
 )
@@ -352,66 +349,3 @@ def test_memory_that_a_receiver_reads_is_not_unmapped(gpu: FakeGpu, monkeypatch:
         receive(updater, request, update_id)
     assert [error.reason for error in refused] == [Reason.WRONG_STATE]
     assert updater.release([identity]) == 1
-
-
-def test_an_arena_is_adopted_where_it_lies(gpu: FakeGpu) -> None:
-    target = TinyTarget()
-    updater = make_updater(target)
-    handle = gpu.allocate(1, target.arena.nbytes)
-    memory = gpu.memory[handle]
-    trainer = Trainer(1)  # holds the owner's lock
-    try:
-        region = gpu.region(handle, 0, target.arena.nbytes)
-        update_id = begin(updater, weights(1), path=Path.IPC, adopt=True)
-        with pytest.raises(UpdateRefused, match="owner's lock"):
-            receive(updater, FromIpc("", cuda_regions=(region,)), update_id)
-        updater.release([region.allocation_id])
-        request = FromIpc("", cuda_regions=(replace(region, owner=trainer.descriptor),))
-        for seed in (2, 3):
-            update_id = begin(updater, weights(seed), path=Path.IPC, adopt=True)
-            for name, value in weights(seed).items():
-                target.arena.slot_view(memory, name).copy_(value)
-            gpu.launches.clear()
-            receive(updater, request, update_id)
-            reply = updater.commit(update_id)
-            assert (reply.extra_bytes, reply.num_changed, reply.verified) == (0, 6, True)
-            assert target.buffer.data_ptr() == memory.data_ptr()
-            assert gpu.launches == ["scan"], "read once, copied never"
-            assert_live(target, weights(seed))
-        with pytest.raises(UpdateRefused, match="adopted arena"):
-            updater.release([region.allocation_id])
-        trainer.die()
-        updater.tick(time.monotonic() + 1)
-        assert "is gone" in updater.torn_reason
-    finally:
-        trainer.close()
-
-
-def test_what_was_lent_packed_is_adopted_in_the_arenas_layout(gpu: FakeGpu) -> None:
-    """The same region, first copied from and then adopted: its tensors lie elsewhere in it."""
-    target = TinyTarget()
-    updater = make_updater(target)
-    offsets, packed_bytes = manifest_of(weights(1)).packed_offsets()
-    assert packed_bytes != target.arena.nbytes, "the layouts differ"
-    handle = gpu.allocate(1, max(packed_bytes, target.arena.nbytes))
-    memory = gpu.memory[handle]
-    trainer = Trainer(1)  # holds the owner's lock
-    try:
-        region = gpu.region(handle, 0, memory.numel(), owner=trainer.descriptor)
-        request = FromIpc("", cuda_regions=(region,))
-        for offset, value in zip(offsets, weights(1).values(), strict=True):
-            memory[offset : offset + value.nbytes] = raw(value)
-        update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
-        receive(updater, request, update_id)
-        updater.commit(update_id)
-        assert_live(target, weights(1))
-        for seed in (2, 3):
-            update_id = begin(updater, weights(seed), path=Path.IPC, adopt=True)
-            for name, value in weights(seed).items():
-                target.arena.slot_view(memory, name).copy_(value)
-            receive(updater, request, update_id)
-            updater.commit(update_id)
-            assert_live(target, weights(seed))
-            assert updater.checksums([]) == {name: checksum(value) for name, value in weights(seed).items()}
-    finally:
-        trainer.close()
