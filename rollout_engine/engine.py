@@ -265,11 +265,11 @@ class Engine:
         )
         answer_to = self._answer_to.pop(call_id, self._channel)
         if answer_to is self._channel:
-            news.append(reply)
+            self._channel.send(*news, reply)
+            return
         if news:
             self._channel.send(*news)
-        if answer_to is not self._channel:
-            answer_to.send(reply)
+        answer_to.send(reply)
 
     def _finish(self, sequence: Sequence, reason: str, error: str) -> None:
         self._requests.finish(sequence, reason, error, self._updater.version)
