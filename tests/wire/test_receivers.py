@@ -191,8 +191,10 @@ def test_a_receiver_that_died_between_updates_is_replaced(engine, model):
     with TensorStream(chunk_bytes=SMALL) as sender:
         push(source, engine, via=sender)
         ports = {port for _, port in sender._receivers}
-        os.kill(receiver_pids(engine)[0], signal.SIGKILL)
-        until(lambda: len(receiver_pids(engine)) < 2, "the receiver is gone")
+        pid = receiver_pids(engine)[0]
+        os.kill(pid, signal.SIGKILL)
+        # A dying process loses its command line before its sockets: it is gone when the front has reaped it.
+        until(lambda: not Path(f"/proc/{pid}").exists(), "the front has reaped the receiver")
         assert_serves(engine, model, push(source, engine, via=sender).version)
         assert len(ports & {port for _, port in sender._receivers}) == 1
 
