@@ -19,7 +19,14 @@ from rollout_engine.batch.forward import ForwardBatch, SamplingInfo, write_slots
 from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from rollout_engine.kv.capacity import max_decode_logits_rows
 from rollout_engine.ops.fused import kernels_for
-from rollout_engine.runner.graphs import CapturedStorages, Graph, capture_graph, capture_sizes, smallest_fit
+from rollout_engine.runner.graphs import (
+    Capture,
+    CapturedStorages,
+    Graph,
+    capture_graph,
+    capture_sizes,
+    smallest_fit,
+)
 from rollout_engine.runner.pending import PendingStep
 from rollout_engine.runner.sampler import sample
 from weight_updater.adapters import BASE_SLOT
@@ -46,12 +53,20 @@ class DecodeCudaGraphRunner:
         runner: its model, pool, attention backend, stream and device are used.
         batch_sizes: to capture, ascending.
         storages: by name, the tensors whose identities the graphs depend on.
+        capture: makes a graph of a pass.
     """
 
-    def __init__(self, runner: Any, batch_sizes: list[int], storages: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        batch_sizes: list[int],
+        storages: dict[str, torch.Tensor],
+        capture: Capture = capture_graph,
+    ) -> None:
         self._runner = runner
         self._sizes = batch_sizes
         self._storages = CapturedStorages(storages)
+        self._capture_graph = capture
         self._captured: dict[int, Captured] = {}
         rows = max_decode_logits_rows(batch_sizes, [1])
         config = runner.model_config
@@ -118,7 +133,7 @@ class DecodeCudaGraphRunner:
         runner.attn_backend.plan(forward)
         for _ in range(WARM_UP_PASSES):
             self._pass(size, forward, inputs)
-        return Captured(capture_graph(lambda: self._pass(size, forward, inputs), pool), inputs)
+        return Captured(self._capture_graph(lambda: self._pass(size, forward, inputs), pool), inputs)
 
     def _forward_batch(self, size: int, inputs: torch.Tensor) -> ForwardBatch:
         runner = self._runner

@@ -11,6 +11,8 @@ from rollout_engine.attention.torch_sdpa import TorchBackend
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.models.layers import rotate
 from rollout_engine.ops import fused
+from rollout_engine.runner import decode_graph
+from rollout_engine.runner.decode_graph import DecodeCudaGraphRunner
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.runner.prefill_graph import PrefillCudaGraphRunner
 
@@ -54,11 +56,34 @@ def capture_prefill(runner: ModelRunner, sizes: list[int]) -> Recorder:
     return recorder
 
 
+def capture_decode(runner: ModelRunner, sizes: list[int], monkeypatch: Any) -> Recorder:
+    """Give `runner` decode graphs of these numbers of rows, and every model the kernels' dataflow."""
+    recorder = Recorder()
+    use_kernels(runner, monkeypatch)
+    monkeypatch.setattr(decode_graph, "kernels_for", lambda _: Kernels)
+    runner.attn_backend = DevicePagesBackend(None)
+    decode = DecodeCudaGraphRunner(runner, sizes, runner._captured_storages(), recorder)
+    with torch.inference_mode():
+        decode.capture("pool")
+    runner.decode_graph = decode
+    return recorder
+
+
 class Kernels:
     """Where the GPU's kernels read and write: the residual in place, keys and values into the pool."""
 
     rms_norm = staticmethod(lambda x, weight, eps: _plain(fused.rms_norm, x, weight, eps))
     silu_mul = staticmethod(lambda gate_up: _plain(fused.silu_mul, gate_up))
+
+    @staticmethod
+    def matvec(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.mm(x, weight.t(), out=out)
+
+    @staticmethod
+    def resolve_tokens(
+        ids: torch.Tensor, pool_indices: torch.Tensor, last_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.where(ids < 0, last_tokens[pool_indices], ids)
 
     @staticmethod
     def add_rms_norm(
@@ -101,6 +126,19 @@ class PoolBackend(TorchBackend):
         pool, slots = batch.token_to_kv_pool, batch.out_cache_loc
         k, v = pool.k[layer_id].index_select(0, slots), pool.v[layer_id].index_select(0, slots)
         return self.run(layer_id, q, k, v, batch, out)
+
+
+class DevicePagesBackend(PoolBackend):
+    """Plans from the lengths and rows on the device, whenever it is called, as a captured pass must."""
+
+    captures = True
+
+    def attend(
+        self, layer_id: int, q: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        batch.seq_lens_cpu = batch.seq_lens.tolist()
+        self.plan(batch)
+        return super().attend(layer_id, q, batch, out)
 
 
 def use_kernels(runner: ModelRunner, monkeypatch: Any) -> None:

@@ -19,7 +19,7 @@ from tests.unit.weight_updater.tiny_target import (
     raw,
     weights,
 )
-from weight_updater import device_scan
+from weight_updater import device_scan, from_ipc
 from weight_updater.checksum import checksum, fold_by_name
 from weight_updater.device_scan import Found
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
@@ -303,6 +303,31 @@ def test_a_probe_that_differs_is_refused_and_unmapped(gpu: FakeGpu) -> None:
         receive(updater, request, update_id)
     assert refused.value.reason is Reason.MEMORY_UNAVAILABLE
     assert (gpu.opened, gpu.closed) == ([handle], [handle])
+
+
+@pytest.mark.case("B102")
+@pytest.mark.parametrize("says_release", [True, False])
+def test_hundreds_of_handles_in_turn_do_not_pile_up(
+    gpu: FakeGpu, says_release: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every push lends another allocation; the trainer lets go of the one before, or says nothing."""
+    monkeypatch.setattr(from_ipc, "MAX_MAPPINGS", 8)
+    target = TinyTarget()
+    updater = make_updater(target)
+    most_mapped = 0
+    for number in range(1, 301):
+        new = weights(number)
+        request = lay_out(gpu, new, [gpu.allocate(number, 2048)])
+        update_id = begin(updater, new, path=Path.IPC, staging=Staging.NONE)
+        receive(updater, request, update_id)
+        updater.commit(update_id)
+        assert_live(target, new)
+        most_mapped = max(most_mapped, len(gpu.opened) - len(gpu.closed))
+        if says_release:
+            assert updater.release([request.cuda_regions[0].allocation_id]) == 1
+    assert len(gpu.opened) == len(set(gpu.opened)) == 300
+    assert gpu.closed == gpu.opened[: len(gpu.closed)], "oldest first, each once"
+    assert most_mapped == (1 if says_release else 9)
 
 
 def test_regions_that_cannot_be_right(gpu: FakeGpu) -> None:
