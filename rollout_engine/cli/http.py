@@ -21,6 +21,9 @@ from rollout_engine.cli.output import (
     tls_of,
 )
 
+DRAIN_GRACE_S = 30
+"""How long open calls may take to end after SIGTERM; a paused engine answers none of them."""
+
 
 def http(
     address: AddressOption = DEFAULT_ADDRESS,
@@ -62,7 +65,14 @@ def http(
         model_names=model_name or (),
         server_info={"host": host, "port": port} | _told(server_info or ()),
     )
-    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False)
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=DRAIN_GRACE_S,
+    )
 
 
 def _told(pairs: Iterable[str]) -> dict[str, Any]:

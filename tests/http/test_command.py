@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -16,9 +15,8 @@ from rollout_engine.cli.output import EXIT_USAGE
 from tests.http.facade import fetch
 
 
-def test_the_command_serves_until_it_is_told_to_stop(engine):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_the_command_serves_until_it_is_told_to_stop(engine, free_port):
+    port = free_port
     command = [sys.executable, "-m", "rollout_engine.cli", "http", "--address", engine.address]
     command += ["--port", str(port), "--model-name", "policy", "--model-name", "other"]
     command += ["--server-info", "base_gpu_id=4", "--server-info", "note=as it is"]
