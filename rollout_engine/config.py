@@ -53,6 +53,27 @@ def _entries(text: str, separator: str) -> list[Any]:
     return entries
 
 
+def usable_path(path: Path) -> Path:
+    """The path, absolute.
+
+    Raises:
+        ValueError: a home directory that nobody has, a character that no path has, or one that is not UTF-8,
+            which neither the engine process nor a message to a client can be told.
+    """
+    try:
+        path = path.expanduser().absolute()
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{str(path)!a} is not valid UTF-8; rename it, or link to it by another name"
+        ) from error
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{path} cannot be made absolute: {error}") from error
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r} has a NUL character, which no path may have")
+    return path
+
+
 class ServeConfig(BaseSettings):
     """Everything `rollsync serve` can be told. Bytes and seconds unless a name says otherwise."""
 
@@ -178,7 +199,18 @@ class ServeConfig(BaseSettings):
     @field_validator("model", "tls_cert", "tls_key", "tls_client_ca", "metrics_log")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
-        return None if path is None else path.expanduser().absolute()
+        return None if path is None else usable_path(path)
+
+    @field_validator("host", "metrics_host")
+    @classmethod
+    def _can_be_looked_up(cls, host: str) -> str:
+        try:
+            host.encode("idna")
+        except UnicodeError as error:
+            raise ValueError(f"{host!r} is neither a host's name nor an address: {error}") from error
+        if not host.isprintable():
+            raise ValueError(f"{host!r} has characters that no host's name has")
+        return host
 
     @field_validator("token")
     @classmethod
@@ -215,7 +247,7 @@ class ServeConfig(BaseSettings):
     @field_validator("weights_roots")
     @classmethod
     def _absolute_roots(cls, roots: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(root.expanduser().absolute() for root in roots)
+        return tuple(map(usable_path, roots))
 
     @field_validator("weights")
     @classmethod
@@ -223,7 +255,7 @@ class ServeConfig(BaseSettings):
         kind, _, path = weights.partition(":")
         if weights and (kind != "ipc" or not path):
             raise ValueError(f"is {weights!r}; it must be ipc:FILE, or empty to load by load_format")
-        return f"ipc:{Path(path).expanduser().absolute()}" if weights else ""
+        return f"ipc:{usable_path(Path(path))}" if weights else ""
 
     @property
     def num_stream_receivers(self) -> int:
@@ -268,7 +300,7 @@ def load_config(flags: dict[str, Any], toml: Path | None = None) -> ServeConfig:
     if toml is not None:
         try:
             values = tomllib.loads(toml.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, no UTF-8, long numbers
             raise ConfigError(f"cannot read {toml}: {error}") from error
     in_environment = {key for key in values if f"ROLLSYNC_{key.upper()}" in os.environ}
     values = {key: value for key, value in values.items() if key not in in_environment}

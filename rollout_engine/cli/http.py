@@ -11,6 +11,7 @@ import typer
 
 from rollout_engine.cli.output import (
     DEFAULT_ADDRESS,
+    EXIT_FAILED,
     EXIT_USAGE,
     AddressOption,
     CaOption,
@@ -18,6 +19,7 @@ from rollout_engine.cli.output import (
     KeyOption,
     TokenOption,
     fail,
+    reported,
     tls_of,
 )
 
@@ -52,27 +54,39 @@ def http(
         message = f"--host {host} is not loopback: set a token (ROLLSYNC_TOKEN), as the engine does"
         fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
     try:
+        host.encode("idna")
+    except UnicodeError as error:
+        message = f"--host is {host!r}, neither a host's name nor an address: {error}"
+        fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
+    try:
         import uvicorn
 
         from trainers_adapters.http_facade import create_app
     except ModuleNotFoundError as error:
         message = f"{error.name} is missing; pip install 'rollsync[http]'"
         fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
+    tls = tls_of(tls_ca, tls_cert, tls_key)
+    if tls is not None:
+        with reported(as_json=False):
+            tls.credentials()  # a file that cannot be read is told here, not by a traceback of the server's
     app = create_app(
         address,
         token=token,
-        tls=tls_of(tls_ca, tls_cert, tls_key),
+        tls=tls,
         model_names=model_name or (),
         server_info={"host": host, "port": port} | _told(server_info or ()),
     )
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=DRAIN_GRACE_S,
-    )
+    try:
+        uvicorn.run(
+            app,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=DRAIN_GRACE_S,
+        )
+    except SystemExit as end:  # it could not listen, and has said why; its code would be ours for no engine
+        raise typer.Exit(EXIT_FAILED if end.code else 0) from end
 
 
 def _told(pairs: Iterable[str]) -> dict[str, Any]:
