@@ -69,6 +69,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 try:
                     ids = await self._codec.prompt(item)
                     generation = Generation(item, ids, self._engine.info, self._codec, whole=True)
+                    if generation.request.request_id in batch:  # maybe ended, but not answered yet
+                        raise EngineError(
+                            Reason.DUPLICATE_REQUEST,
+                            f"request_id {item.request_id!r} stands twice in the batch; give each its own",
+                        )
                     generation.attach(self._engine.submit(generation.request, inbox))
                 except (EngineError, UpdateError) as error:
                     await context.write(self._refused(index, error))
