@@ -93,9 +93,9 @@ class ServeConfig(BaseSettings):
     weights: str = ""
     """ipc:FILE starts on the arena that a trainer describes in FILE (AdoptedArena.write_descriptor), copies
     nothing and loads nothing; empty loads by `load_format`."""
-    num_threads: int = Field(0, ge=0)
+    num_threads: int = Field(0, ge=0, le=4096)
     """Intra-op threads of torch; 0 keeps torch's own choice."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     """Of random weights, and mixed into the seeds drawn for requests without one."""
 
     host: str = "127.0.0.1"
@@ -115,12 +115,12 @@ class ServeConfig(BaseSettings):
     """Append samples and updates to this file, as JSON lines; `rollsync plot` draws it."""
     metrics_log_bytes: int = Field(32 << 20, ge=4096)
     """At this size the file becomes FILE.1, in place of an older one."""
-    metrics_log_seconds: float = Field(1.0, ge=0.05)
+    metrics_log_seconds: float = Field(1.0, ge=0.05, le=86400)
     """Between two samples."""
     log_format: Literal["text", "json"] = "text"
     """Of the lines on stderr: columns for people, or one JSON object a line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    max_message_bytes: int = Field(4 << 20, ge=64 << 10)
+    max_message_bytes: int = Field(4 << 20, ge=64 << 10, lt=1 << 31)
     """Limit of one gRPC message in either direction; the default is a default client's own."""
     upload_slots: int = Field(8, ge=2, le=1024)
     """Slots of the shared-memory ring between the processes, each of `max_message_bytes`."""
@@ -178,11 +178,11 @@ class ServeConfig(BaseSettings):
     """Of each of them; one of a smaller rank takes as much memory."""
     reserve_device_staging: bool = False
     """Keep a second arena on the device, so that updates default to staging=device."""
-    lease_seconds: float = Field(60.0, gt=0)
-    """An open update that no call touches for this long ends."""
-    min_version: int = Field(0, ge=0)
+    lease_seconds: float = Field(60.0, gt=0, le=4_294_967)
+    """An open update that no call touches for this long ends. At most what messages hold in milliseconds."""
+    min_version: int = Field(0, ge=0, lt=1 << 64)
     """Refuse generation below this weight version; for an engine that replaces a lost one."""
-    initial_version: int = Field(0, ge=0)
+    initial_version: int = Field(0, ge=0, lt=1 << 64)
     """Weight version of the weights loaded at start."""
 
     @classmethod

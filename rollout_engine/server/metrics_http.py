@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from socketserver import ThreadingMixIn
@@ -20,7 +19,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.logs import get_log
-from rollout_engine.server.auth import is_bearer
+from rollout_engine.server.auth import is_bearer, server_context
 from rollout_engine.server.metrics import ALL, Distribution, Metric, Values
 
 log = get_log(__name__)
@@ -128,12 +127,8 @@ def _with_tls(config: ServeConfig, listening: socket.socket) -> socket.socket:
     """The same files as the engine's port; a client's handshake happens in its own thread."""
     if config.tls_cert is None or config.tls_key is None:
         return listening
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-        if config.tls_client_ca is not None:
-            context.load_verify_locations(config.tls_client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
+        context = server_context(config)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"cannot use the TLS files for metrics: {error}") from error
     return context.wrap_socket(listening, server_side=True, do_handshake_on_connect=False)

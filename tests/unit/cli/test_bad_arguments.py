@@ -221,3 +221,22 @@ def test_relative_names_are_refused_where_the_directory_has_no_name(tmp_path, mo
         code, said = run(*arguments)
         assert code == EXIT_USAGE
         assert "not valid UTF-8" in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("seed", str(1 << 63)),
+        ("initial-version", str(1 << 64)),
+        ("min-version", str(1 << 64)),
+        ("lease-seconds", "4294968"),
+        ("lease-seconds", "inf"),
+        ("metrics-log-seconds", "inf"),
+        ("max-message-bytes", str(1 << 31)),
+        ("num-threads", "4097"),
+    ],
+)
+def test_settings_that_no_message_or_library_holds_are_refused_before_an_engine_starts(flag, value):
+    code, said = run("serve", "--model", "/m", f"--{flag}", value)
+    assert code == EXIT_USAGE
+    assert said.startswith(f"rollsync: error: {flag.replace('-', '_')}: Input should be less than")
