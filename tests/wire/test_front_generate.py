@@ -136,19 +136,6 @@ def test_items_of_a_batch_fail_alone(front):
     assert list(front.rollout.GenerateBatch(pb.GenerateBatchRequest(), timeout=10)) == []
 
 
-def test_an_id_stands_once_in_a_batch_even_if_its_first_request_ends_at_once(front):
-    """Between the two stand prompts that take a while to encode, in which the engine answers the first."""
-    long = pb.GenerateRequest(text="word " * 100_000)
-    twin = prompt(1, request_id="quick twin", max_tokens=1)
-    items = [twin, long, long, twin]
-    answers = {}
-    for answer in front.rollout.GenerateBatch(pb.GenerateBatchRequest(requests=items), timeout=30):
-        answers.setdefault(answer.request_index, []).append(answer)
-    assert sorted(answers) == [0, 1, 2, 3]
-    assert [list(answer.completion.token_ids) for answer in answers[0]] == [[10]]
-    assert [answer.error.reason for answer in answers[3]] == ["DUPLICATE_REQUEST"]
-
-
 def test_a_batch_streams_completions_as_they_finish(tmp_path):
     with serving(tmp_path, step_s=0.005) as front:
         items = [prompt(1, max_tokens=200, n=2), prompt(1, max_tokens=2)]
