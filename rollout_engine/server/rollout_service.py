@@ -167,8 +167,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             raise EngineError(
                 Reason.INVALID_REQUEST,
                 f"scores of {num_tokens} tokens in {len(request.sequences)} sequences take up to {size} "
-                f"bytes, more than a message of {self._max_message_bytes} bytes can carry; score fewer in one "
-                f"call",
+                f"bytes, more than a message of {self._max_message_bytes} bytes can carry; score fewer in a "
+                "call",
             )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:

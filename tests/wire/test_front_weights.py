@@ -390,18 +390,3 @@ def test_a_reader_that_goes_away_gives_its_slot_back(tmp_path):
         front.wait_for("ReadWeight")
         stream.cancel()
         wait_until(lambda: front.on_loop(lambda: front.running.engine.ring.num_free) == 4, 20, "free slots")
-
-
-def test_readers_that_wait_for_a_slot_hear_that_the_engine_died(tmp_path):
-    """Two slots, so most of them hold none when it happens."""
-    with serving(tmp_path, ring_slots=2, delay_on={"ReadWeight": 60.0}) as front:
-        streams = [
-            front.weights.GetWeightsByName(pb.GetWeightsByNameRequest(names=["embed.weight"]), timeout=20)
-            for _ in range(7)
-        ]
-        front.wait_for("ReadWeight", 2)
-        os.kill(front.running.engine.pid, signal.SIGKILL)
-        for stream in streams:
-            with pytest.raises(grpc.RpcError) as ended:
-                next(stream)
-            assert reason_of(ended.value) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_DEAD", "engine")
