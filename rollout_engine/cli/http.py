@@ -74,7 +74,7 @@ def http(
         token=token,
         tls=tls,
         model_names=model_name or (),
-        server_info={"host": host, "port": port} | _told(server_info or ()),
+        server_info={"host": host, "port": port} | told(server_info or ()),
     )
     try:
         uvicorn.run(
@@ -89,19 +89,20 @@ def http(
         raise typer.Exit(EXIT_FAILED if end.code else 0) from end
 
 
-def _told(pairs: Iterable[str]) -> dict[str, Any]:
+def told(pairs: Iterable[str]) -> dict[str, Any]:
     """KEY=VALUE as what they say."""
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not key or not equals:
             message = f"--server-info is {pair!r}; it must be KEY=VALUE, for example base_gpu_id=4"
             fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
         try:
-            told[key] = json.loads(text)
-        except json.JSONDecodeError:
-            told[key] = text
-    return told
+            values[key] = json.loads(text)
+            json.dumps(values[key], allow_nan=False)  # answers are strict JSON, which knows no NaN
+        except (ValueError, RecursionError):
+            values[key] = text
+    return values
 
 
 def _is_loopback(host: str) -> bool:

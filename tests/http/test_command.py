@@ -10,6 +10,7 @@ import urllib.error
 import pytest
 from typer.testing import CliRunner
 
+from rollout_engine.cli.http import told
 from rollout_engine.cli.main import app
 from rollout_engine.cli.output import EXIT_USAGE
 from tests.http.facade import fetch
@@ -43,6 +44,12 @@ def test_the_command_serves_until_it_is_told_to_stop(engine, free_port):
     finally:
         process.terminate()
         assert process.wait(20) in (0, -15)
+
+
+def test_what_json_does_not_know_is_told_as_text():
+    pairs = {"a": "NaN", "b": "1e999", "c": "9" * 5000, "d": "[" * 100_000}
+    assert told(f"{key}={value}" for key, value in pairs.items()) == pairs
+    assert told(["a=4", 'b={"c": null}']) == {"a": 4, "b": {"c": None}}
 
 
 @pytest.mark.parametrize(
