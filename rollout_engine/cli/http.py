@@ -50,14 +50,7 @@ def http(
 ) -> None:
     """Serve HTTP for trainers that speak SGLang's or vLLM's reinforcement-learning paths."""
     token = token or None  # an empty one would let in whoever sends none
-    if token is None and not _is_loopback(host):
-        message = f"--host {host} is not loopback: set a token (ROLLSYNC_TOKEN), as the engine does"
-        fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
-    try:
-        host.encode("idna")
-    except UnicodeError as error:
-        message = f"--host is {host!r}, neither a host's name nor an address: {error}"
-        fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
+    _check_host(host, token)
     try:
         import uvicorn
 
@@ -87,6 +80,19 @@ def http(
         )
     except SystemExit as end:  # it could not listen, and has said why; its code would be ours for no engine
         raise typer.Exit(EXIT_FAILED if end.code else 0) from end
+
+
+def _check_host(host: str, token: str | None) -> None:
+    """End the command where nothing can, or nothing may, listen."""
+    message = ""
+    if token is None and not _is_loopback(host):
+        message = f"--host {host} is not loopback: set a token (ROLLSYNC_TOKEN), as the engine does"
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        message = f"--host is {host!r}, neither a host's name nor an address: {error}"
+    if message:
+        fail(message, as_json=False, exit_code=EXIT_USAGE, reason="CONFIG")
 
 
 def told(pairs: Iterable[str]) -> dict[str, Any]:
