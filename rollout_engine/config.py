@@ -53,6 +53,27 @@ def _entries(text: str, separator: str) -> list[Any]:
     return entries
 
 
+def usable_path(path: Path) -> Path:
+    """The path, absolute.
+
+    Raises:
+        ValueError: a home directory that nobody has, a character that no path has, or one that is not UTF-8,
+            which neither the engine process nor a message to a client can be told.
+    """
+    try:
+        path = path.expanduser().absolute()
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{str(path)!a} is not valid UTF-8; rename it, or link to it by another name"
+        ) from error
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{path} cannot be made absolute: {error}") from error
+    if "\0" in str(path):
+        raise ValueError(f"{str(path)!r} has a NUL character, which no path may have")
+    return path
+
+
 class ServeConfig(BaseSettings):
     """Everything `rollsync serve` can be told. Bytes and seconds unless a name says otherwise."""
 
@@ -72,9 +93,9 @@ class ServeConfig(BaseSettings):
     weights: str = ""
     """ipc:FILE starts on the arena that a trainer describes in FILE (AdoptedArena.write_descriptor), copies
     nothing and loads nothing; empty loads by `load_format`."""
-    num_threads: int = Field(0, ge=0)
+    num_threads: int = Field(0, ge=0, le=4096)
     """Intra-op threads of torch; 0 keeps torch's own choice."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=1 << 63)
     """Of random weights, and mixed into the seeds drawn for requests without one."""
 
     host: str = "127.0.0.1"
@@ -94,12 +115,12 @@ class ServeConfig(BaseSettings):
     """Append samples and updates to this file, as JSON lines; `rollsync plot` draws it."""
     metrics_log_bytes: int = Field(32 << 20, ge=4096)
     """At this size the file becomes FILE.1, in place of an older one."""
-    metrics_log_seconds: float = Field(1.0, ge=0.05)
+    metrics_log_seconds: float = Field(1.0, ge=0.05, le=86400)
     """Between two samples."""
     log_format: Literal["text", "json"] = "text"
     """Of the lines on stderr: columns for people, or one JSON object a line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    max_message_bytes: int = Field(4 << 20, ge=64 << 10)
+    max_message_bytes: int = Field(4 << 20, ge=64 << 10, lt=1 << 31)
     """Limit of one gRPC message in either direction; the default is a default client's own."""
     upload_slots: int = Field(8, ge=2, le=1024)
     """Slots of the shared-memory ring between the processes, each of `max_message_bytes`."""
@@ -157,11 +178,11 @@ class ServeConfig(BaseSettings):
     """Of each of them; one of a smaller rank takes as much memory."""
     reserve_device_staging: bool = False
     """Keep a second arena on the device, so that updates default to staging=device."""
-    lease_seconds: float = Field(60.0, gt=0)
-    """An open update that no call touches for this long ends."""
-    min_version: int = Field(0, ge=0)
+    lease_seconds: float = Field(60.0, gt=0, le=4_294_967)
+    """An open update that no call touches for this long ends. At most what messages hold in milliseconds."""
+    min_version: int = Field(0, ge=0, lt=1 << 64)
     """Refuse generation below this weight version; for an engine that replaces a lost one."""
-    initial_version: int = Field(0, ge=0)
+    initial_version: int = Field(0, ge=0, lt=1 << 64)
     """Weight version of the weights loaded at start."""
 
     @classmethod
@@ -178,7 +199,18 @@ class ServeConfig(BaseSettings):
     @field_validator("model", "tls_cert", "tls_key", "tls_client_ca", "metrics_log")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
-        return None if path is None else path.expanduser().absolute()
+        return None if path is None else usable_path(path)
+
+    @field_validator("host", "metrics_host")
+    @classmethod
+    def _can_be_looked_up(cls, host: str) -> str:
+        try:
+            host.encode("idna")
+        except UnicodeError as error:
+            raise ValueError(f"{host!r} is neither a host's name nor an address: {error}") from error
+        if not host.isprintable():
+            raise ValueError(f"{host!r} has characters that no host's name has")
+        return host
 
     @field_validator("token")
     @classmethod
@@ -215,7 +247,7 @@ class ServeConfig(BaseSettings):
     @field_validator("weights_roots")
     @classmethod
     def _absolute_roots(cls, roots: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(root.expanduser().absolute() for root in roots)
+        return tuple(map(usable_path, roots))
 
     @field_validator("weights")
     @classmethod
@@ -223,7 +255,7 @@ class ServeConfig(BaseSettings):
         kind, _, path = weights.partition(":")
         if weights and (kind != "ipc" or not path):
             raise ValueError(f"is {weights!r}; it must be ipc:FILE, or empty to load by load_format")
-        return f"ipc:{Path(path).expanduser().absolute()}" if weights else ""
+        return f"ipc:{usable_path(Path(path))}" if weights else ""
 
     @property
     def num_stream_receivers(self) -> int:
@@ -268,7 +300,7 @@ def load_config(flags: dict[str, Any], toml: Path | None = None) -> ServeConfig:
     if toml is not None:
         try:
             values = tomllib.loads(toml.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: no TOML, no UTF-8, long numbers
             raise ConfigError(f"cannot read {toml}: {error}") from error
     in_environment = {key for key in values if f"ROLLSYNC_{key.upper()}" in os.environ}
     values = {key: value for key, value in values.items() if key not in in_environment}

@@ -80,23 +80,8 @@ def build(config: ServeConfig, channel: Channel, receivers: socket.socket | None
         ConfigError, EngineError, UpdateError: the model or the configuration cannot be served.
     """
     started = time.monotonic()
-    runner = ModelRunner(config)
-    descriptor = config.arena_descriptor
-    preloaded = PreloadedWeights(str(descriptor), runner.device) if descriptor else None
-    pre_model_load_bytes = runner.available_memory()
-    runner.initialize(preloaded)
-    arena_bytes = runner.target.arena.nbytes
-    staging = arena_bytes if config.reserve_device_staging else 2 * DEFAULT_BUCKET_BYTES
-    reserved = staging + runner.working_bytes()
-    fraction = config.mem_fraction_static or (0.85 if runner.target.device.type == "cuda" else 0.3)
-    capacity = KvCapacity(pre_model_load_bytes, fraction, reserved)
-    capacity.account_preloaded_weights(preloaded.nbytes if preloaded else 0, owner="adopted")
-    bytes_per_page = runner.model_config.bytes_per_token * config.page_size
-    available_bytes = runner.available_memory()
-    num_pages = config.num_pages or _default_pages(config, runner, capacity, available_bytes, bytes_per_page)
-    runner.alloc_memory_pool(num_pages)
-    runner.init_attention_backends()
-    runner.init_cuda_graphs()
+    runner, preloaded, arithmetic = load(config)
+    num_pages = arithmetic.kv_bytes // arithmetic.bytes_per_page
     updater = WeightUpdater(
         runner.target,
         lease_s=config.lease_seconds,
@@ -106,14 +91,6 @@ def build(config: ServeConfig, channel: Channel, receivers: socket.socket | None
         graphs=runner.graphs,
         preloaded=preloaded,
         adapters=runner.adapters,
-    )
-    arithmetic = KvArithmetic(
-        pre_model_load_bytes=pre_model_load_bytes,
-        available_bytes=available_bytes,
-        reserved_bytes=reserved,
-        preloaded_weights_bytes=capacity.preloaded_weights_bytes,
-        kv_bytes=num_pages * bytes_per_page,
-        bytes_per_page=bytes_per_page,
     )
     uploads = Uploads(
         channel, config.upload_slots, config.max_message_bytes, config.lease_seconds, runner.target.device
@@ -138,7 +115,7 @@ def build(config: ServeConfig, channel: Channel, receivers: socket.socket | None
         "engine_ready",
         model=str(config.model),
         device=str(runner.device),
-        num_weight_bytes=arena_bytes,
+        num_weight_bytes=runner.target.arena.nbytes,
         num_pages=num_pages,
         num_kv_bytes=arithmetic.kv_bytes,
         seconds=round(time.monotonic() - started, 3),
@@ -146,6 +123,40 @@ def build(config: ServeConfig, channel: Channel, receivers: socket.socket | None
     ring = uploads.front_ring
     channel.send(Ready(info(), ring.name, ring.slots, ring.slot_bytes))
     return engine
+
+
+def load(config: ServeConfig) -> tuple[ModelRunner, PreloadedWeights | None, KvArithmetic]:
+    """A runner that can run, with the arena that it started on, if any, and what its KV pool was sized by.
+
+    Raises:
+        ConfigError, EngineError, UpdateError: the model or the configuration cannot be served.
+    """
+    runner = ModelRunner(config)
+    descriptor = config.arena_descriptor
+    preloaded = PreloadedWeights(str(descriptor), runner.device) if descriptor else None
+    pre_model_load_bytes = runner.available_memory()
+    runner.initialize(preloaded)
+    arena_bytes = runner.target.arena.nbytes
+    staging = arena_bytes if config.reserve_device_staging else 2 * DEFAULT_BUCKET_BYTES
+    reserved = staging + runner.working_bytes()
+    fraction = config.mem_fraction_static or (0.85 if runner.target.device.type == "cuda" else 0.3)
+    capacity = KvCapacity(pre_model_load_bytes, fraction, reserved)
+    capacity.account_preloaded_weights(preloaded.nbytes if preloaded else 0, owner="adopted")
+    bytes_per_page = runner.model_config.bytes_per_token * config.page_size
+    available_bytes = runner.available_memory()
+    num_pages = config.num_pages or _default_pages(config, runner, capacity, available_bytes, bytes_per_page)
+    runner.alloc_memory_pool(num_pages)
+    runner.init_attention_backends()
+    runner.init_cuda_graphs()
+    arithmetic = KvArithmetic(
+        pre_model_load_bytes=pre_model_load_bytes,
+        available_bytes=available_bytes,
+        reserved_bytes=reserved,
+        preloaded_weights_bytes=capacity.preloaded_weights_bytes,
+        kv_bytes=num_pages * bytes_per_page,
+        bytes_per_page=bytes_per_page,
+    )
+    return runner, preloaded, arithmetic
 
 
 def _default_pages(

@@ -43,8 +43,8 @@ def doctor(
     if config is not None:
         options = _from_config(config, as_json)
     else:
-        roots = tuple(path.expanduser().absolute() for path in weights_roots or ())
-        named = None if model is None else model.expanduser().absolute()
+        roots = tuple(map(_absolute, weights_roots or ()))
+        named = None if model is None else _absolute(model)
         options = Options(named, roots, host, port, metrics_host, metrics_port, device)
     findings = examine(gather(options))
     if as_json:
@@ -57,6 +57,15 @@ def doctor(
         console.print(summary(findings), highlight=False)
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(EXIT_FAILED)
+
+
+def _absolute(path: Path) -> Path:
+    from rollout_engine.config import usable_path
+
+    try:
+        return usable_path(path)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _from_config(path: Path, as_json: bool) -> Options:

@@ -9,6 +9,9 @@ import typer
 
 from rollout_engine.cli.output import (
     DEFAULT_ADDRESS,
+    I32,
+    U32,
+    U64,
     AddressOption,
     CaOption,
     CertOption,
@@ -29,16 +32,18 @@ if TYPE_CHECKING:
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Text; - reads stdin.")] = None,
     ids: Annotated[str | None, typer.Option(help="Token ids instead of text: 1,2,3.")] = None,
-    n: Annotated[int, typer.Option("-n", min=1, help="Completions of the prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of a completion at most.")] = 64,
+    n: Annotated[int, typer.Option("-n", min=1, max=U32, help="Completions of the prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=0, max=I32, help="Tokens of a completion at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Keep the smallest set that reaches it.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely; 0 keeps all.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Fixes the draws.")] = None,
+    top_k: Annotated[int, typer.Option(min=-1, max=I32, help="Keep the k most likely; 0 keeps all.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, max=U64, help="Fixes the draws.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the completion; repeatable.")] = None,
-    min_version: Annotated[int, typer.Option(help="Refuse older weights.")] = 0,
+    min_version: Annotated[int, typer.Option(min=0, max=U64, help="Refuse older weights.")] = 0,
     adapter: Annotated[str, typer.Option(help="LoRA adapter that samples; none: the base weights.")] = "",
-    min_adapter_version: Annotated[int, typer.Option(help="Refuse an older version of it.")] = 0,
+    min_adapter_version: Annotated[
+        int, typer.Option(min=0, max=U64, help="Refuse an older version of it.")
+    ] = 0,
     address: AddressOption = DEFAULT_ADDRESS,
     token: TokenOption = None,
     tls_ca: CaOption = None,
@@ -78,10 +83,20 @@ def read_prompt(prompt: str | None, ids: str | None) -> str | list[int]:
         raise typer.BadParameter("give a PROMPT or --ids, one of them")
     if ids is not None:
         try:
-            return [int(word) for word in ids.replace(",", " ").split()]
+            found = [int(word) for word in ids.replace(",", " ").split()]
         except ValueError as error:
             raise typer.BadParameter(f"--ids wants numbers like 1,2,3, not {ids!r}") from error
-    return sys.stdin.read() if prompt == "-" else str(prompt)
+        if wrong := [number for number in found if not 0 <= number <= U32]:
+            raise typer.BadParameter(f"--ids has {wrong[0]}, which is no token id")
+        return found
+    if prompt != "-":
+        return str(prompt)
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"stdin is not valid UTF-8 ({error.reason} at byte {error.start})"
+        ) from error
 
 
 def _stream(client: RolloutClient, prompt: str | list[int], options: dict[str, Any]) -> None:

@@ -20,13 +20,31 @@ EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+I32, U32, U64 = (1 << 31) - 1, (1 << 32) - 1, (1 << 64) - 1
+"""The largest numbers that the engine's messages have room for."""
+
+
+def _can_be_sent(token: str | None) -> str | None:
+    """A token as a header carries it; its text is not repeated."""
+    if token and not (token.isascii() and token.isprintable() and token == token.strip()):
+        raise typer.BadParameter(
+            "it has characters that no header can carry: use printable ASCII, without spaces or a line break "
+            "at its ends"
+        )
+    return token
+
 
 AddressOption = Annotated[
     str, typer.Option("--address", envvar="ROLLSYNC_ADDRESS", help="host:port of the engine.")
 ]
 TokenOption = Annotated[
     str | None,
-    typer.Option("--token", envvar="ROLLSYNC_TOKEN", help="Bearer token; better set ROLLSYNC_TOKEN."),
+    typer.Option(
+        "--token",
+        envvar="ROLLSYNC_TOKEN",
+        help="Bearer token; better set ROLLSYNC_TOKEN.",
+        callback=_can_be_sent,
+    ),
 ]
 CaOption = Annotated[str | None, typer.Option("--tls-ca", help="PEM file of the engine's CA; turns TLS on.")]
 CertOption = Annotated[str | None, typer.Option("--tls-cert", help="mTLS: our certificate (PEM).")]
@@ -101,5 +119,8 @@ def reported(as_json: bool) -> Iterator[None]:
         if error.unreachable:
             message += " (--address or ROLLSYNC_ADDRESS names another)"
         fail(message, as_json=as_json, exit_code=code, code=error.code, reason=reason)
-    except FileNotFoundError as error:  # a TLS file
-        fail(f"cannot read {error.filename}", as_json=as_json, exit_code=EXIT_USAGE, reason="USAGE")
+    except OSError as error:
+        if error.filename is None:  # no TLS file
+            raise
+        text = f"cannot read {error.filename}: {error.strerror}"
+        fail(text, as_json=as_json, exit_code=EXIT_USAGE, reason="USAGE")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +11,23 @@ from typing import Annotated, Any
 import typer
 
 from rollout_engine.cli.output import EXIT_FAILED, EXIT_USAGE, JsonOption, fail, print_json
+
+SAMPLE_NUMBERS = (
+    "time",
+    "generated_tokens",
+    "prompt_tokens",
+    "cached_prompt_tokens",
+    "running",
+    "waiting",
+    "pages",
+    "free_pages",
+    "cached_pages",
+    "weight_version",
+    "finished_sequences",
+    "staleness_sum",
+)
+UPDATE_NUMBERS = ("time", "version")
+"""What the picture reads of each."""
 
 
 @dataclass(slots=True)
@@ -82,13 +99,41 @@ def read_log(path: Path) -> Log:
     for line in [*(_lines(before) if before.exists() else ()), *_lines(path)]:
         try:
             entry = json.loads(line)
-            {"sample": log.samples, "update": log.updates}[entry["event"]].append(entry)
-            float(entry["time"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError):
+            entry = None
+        if _is_whole(entry, "sample", SAMPLE_NUMBERS) and isinstance(entry.get("status"), str):
+            log.samples.append(entry)
+        elif _is_whole(entry, "update", UPDATE_NUMBERS) and _tells_its_end(entry):
+            log.updates.append(entry)
+        else:
             log.num_broken += 1
     log.samples.sort(key=lambda entry: float(entry["time"]))
     log.updates.sort(key=lambda entry: float(entry["time"]))
     return log
+
+
+def _is_whole(entry: Any, event: str, numbers: Sequence[str]) -> bool:
+    """Whether a line is of that kind and has all the numbers that the picture needs."""
+    return (
+        isinstance(entry, dict)
+        and entry.get("event") == event
+        and all(_is_number(entry.get(name)) for name in numbers)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    """One that a picture can show: none is larger than what the engine's counters hold."""
+    return isinstance(value, int | float) and 0 <= value < 1 << 64
+
+
+def _tells_its_end(entry: dict[str, Any]) -> bool:
+    seconds = entry.get("seconds")
+    words = (entry.get("end"), entry.get("path"))
+    return (
+        all(isinstance(word, str) for word in words)
+        and isinstance(seconds, dict)
+        and all(_is_number(value) for value in seconds.values())
+    )
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -73,7 +73,8 @@ def figure_of(log: Log, title: str | None = None) -> Figure:
         axis.spines[["top", "right"]].set_visible(False)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.start))
     axes[-1].set_xlabel(f"{line.unit} since {when}")
-    figure.suptitle(title or summary(log), fontsize=12, fontweight="bold")
+    # A dollar sign is one, and starts no formula.
+    figure.suptitle(title or summary(log), fontsize=12, fontweight="bold", parse_math=False)
     figure.align_ylabels(axes)
     return figure
 

@@ -11,6 +11,7 @@ import typer
 
 from rollout_engine.cli.output import (
     DEFAULT_ADDRESS,
+    U64,
     AddressOption,
     CaOption,
     CertOption,
@@ -36,7 +37,9 @@ def reload(
     adapter: Annotated[
         str, typer.Option(help="Push the LoRA adapter in DIRECTORY, as PEFT saves it, under this name.")
     ] = "",
-    version: Annotated[int, typer.Option(help="Weight version to commit; 0 means the next one.")] = 0,
+    version: Annotated[
+        int, typer.Option(min=0, max=U64, help="Weight version to commit; 0 means the next one.")
+    ] = 0,
     staging: Annotated[str, typer.Option(help="auto, device, host or none.")] = "auto",
     inflight: Annotated[str, typer.Option(help="wait, abort, keep or recompute.")] = "wait",
     keep_previous: Annotated[bool, typer.Option(help="Keep the old version for a rollback.")] = False,
@@ -60,7 +63,7 @@ def reload(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     with reported(as_json), rollout_client(*where) as rollout, weights_client(*where) as weights:
-        target = os.path.abspath(directory) if directory else rollout.info().weights_path
+        target = _named(directory) if directory else rollout.info().weights_path
         update = BeginUpdate(
             path=Path.DISK,
             update_id=f"reload-{secrets.token_hex(8)}",
@@ -81,6 +84,18 @@ def reload(
                 weights.abort(update.update_id)  # the old weights serve on
                 raise
         print_json(as_plain(reply, target)) if as_json else print(sentence(reply, target))
+
+
+def _named(directory: str) -> str:
+    """A directory as the engine can be told of it."""
+    path = os.path.abspath(directory)
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise typer.BadParameter(
+            "the current directory's path is not valid UTF-8; give an absolute one"
+        ) from error
+    return path
 
 
 def _show_progress(rollout: RolloutClient, update_id: str, future: Future[UpdateReply]) -> None:

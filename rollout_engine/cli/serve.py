@@ -165,7 +165,11 @@ def _serve(flags: dict[str, Any], toml: Path | None, ready_file: Path | None, as
         raise typer.Exit(run(config, ready_file))
     with tempfile.TemporaryDirectory(prefix="rollsync-") as directory:
         ready = ready_file or Path(directory) / "ready.json"
-        ready.unlink(missing_ok=True)  # of an engine before
+        try:
+            ready.unlink(missing_ok=True)  # of an engine before
+        except OSError as error:
+            text = f"cannot write {ready}: {error.strerror}"
+            fail(text, as_json=True, exit_code=EXIT_USAGE, reason="USAGE")
         ended = threading.Event()
         teller = threading.Thread(target=_tell_when_ready, args=(ready, ended))
         teller.start()

@@ -59,6 +59,7 @@ def status(
 def table(info: EngineInfo, state: EngineState) -> Table:
     """Two columns, for people."""
     from rich.table import Table
+    from rich.text import Text
 
     rows = {
         "model": f"{info.architecture}  {info.dtype} on {info.device}  {info.weights_path}",
@@ -78,7 +79,7 @@ def table(info: EngineInfo, state: EngineState) -> Table:
         rows["released"] = ", ".join(state.released_tags)
     result = Table(show_header=False)
     for name, value in rows.items():
-        result.add_row(name, value)
+        result.add_row(name, Text(value))  # a name with brackets is no markup
     return result
 
 

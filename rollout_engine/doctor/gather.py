@@ -11,6 +11,7 @@ import resource
 import select
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -247,8 +248,8 @@ def bind_error(host: str, port: int) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        return error.strerror or str(error)
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have that name
+        return getattr(error, "strerror", None) or str(error)
     return ""
 
 
@@ -319,9 +320,13 @@ def roots(options: Options) -> list[Root]:
 
 
 def _root(path: Path, is_model: bool) -> Root:
-    if not path.exists():
+    try:
+        is_directory = stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
         return Root(str(path), is_model, "does not exist")
-    if not path.is_dir():
+    except OSError as error:
+        return Root(str(path), is_model, f"cannot be read ({error.strerror})")
+    if not is_directory:
         return Root(str(path), is_model, "is not a directory")
     if not os.access(path, os.R_OK | os.X_OK):
         return Root(str(path), is_model, "cannot be read by this user")

@@ -193,9 +193,13 @@ def write_ready_file(path: Path, running: RunningServer) -> None:
         content["metrics_address"] = running.observers.metrics_address
     path = path.absolute()
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(fd, "w") as file:
-        json.dump(content, file)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(fd, "w") as file:
+            json.dump(content, file)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 def serve(

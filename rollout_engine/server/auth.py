@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -99,13 +100,42 @@ def read_tls(config: ServeConfig) -> TlsContents | None:
     """The contents of the configured files; None for plain text.
 
     Raises:
-        ConfigError: a file that cannot be read.
+        ConfigError: a file that cannot be read, or is not what it should be.
     """
     if config.tls_cert is None or config.tls_key is None:
         return None
     key, cert = _read("tls_key", config.tls_key), _read("tls_cert", config.tls_cert)
     client_ca = None if config.tls_client_ca is None else _read("tls_client_ca", config.tls_client_ca)
+    try:
+        server_context(config, any_strength=True)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"tls_cert, tls_key or tls_client_ca cannot be used ({error}); they must be PEM, the certificate "
+            "that of the key, and the key without a password"
+        ) from error
     return TlsContents(key, cert, client_ca)
+
+
+def server_context(config: ServeConfig, *, any_strength: bool = False) -> ssl.SSLContext:
+    """The configured files as a server of Python's own uses them. gRPC, which has them beside, does not say
+    what is wrong with them.
+
+    Args:
+        any_strength: take keys that the system's policy finds too weak.
+
+    Raises:
+        OSError: they cannot be read or used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if any_strength:
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")
+    assert config.tls_cert is not None
+    # Without an answer of ours a key with a password would ask the terminal.
+    context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: b"")
+    if config.tls_client_ca is not None:
+        context.load_verify_locations(config.tls_client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _read(name: str, path: Path) -> bytes:

@@ -8,19 +8,20 @@ and the same TLS files as the engine's own port.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import math
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from socketserver import ThreadingMixIn
 from typing import Any
+from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from rollout_engine.config import ServeConfig
 from rollout_engine.errors import ConfigError
 from rollout_engine.logs import get_log
-from rollout_engine.server.auth import is_bearer
+from rollout_engine.server.auth import is_bearer, server_context
 from rollout_engine.server.metrics import ALL, Distribution, Metric, Values
 
 log = get_log(__name__)
@@ -43,6 +44,7 @@ class MetricsServer:
     def __init__(self, config: ServeConfig) -> None:
         assert config.metrics_port is not None
         self._token = None if config.token is None else config.token.get_secret_value().encode()
+        self._any_name = self._token is not None or config.tls_client_ca is not None
         self._make_application = _exposition()
         host, port = config.metrics_host, config.metrics_port
         try:
@@ -80,7 +82,7 @@ class MetricsServer:
             finally:
                 future.cancel()
 
-        self._http.set_app(_guarded(self._make_application(values, engine_pid), self._token))
+        self._http.set_app(_guarded(self._make_application(values, engine_pid), self._token, self._any_name))
         self._thread = threading.Thread(
             target=self._http.serve_forever, args=(0.1,), name="rollsync-metrics", daemon=True
         )
@@ -128,19 +130,30 @@ def _with_tls(config: ServeConfig, listening: socket.socket) -> socket.socket:
     """The same files as the engine's port; a client's handshake happens in its own thread."""
     if config.tls_cert is None or config.tls_key is None:
         return listening
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-        if config.tls_client_ca is not None:
-            context.load_verify_locations(config.tls_client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
+        context = server_context(config)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"cannot use the TLS files for metrics: {error}") from error
     return context.wrap_socket(listening, server_side=True, do_handshake_on_connect=False)
 
 
-def _guarded(application: Application, token: bytes | None) -> Application:
-    """Only /metrics, only reading, and only with the token if there is one."""
+def _may_be_rebound(host: str) -> bool:
+    """Whether a `host` header names neither an address nor localhost: a web page's own name can be made to
+    mean loopback, and the page then reads what it likes.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return bool(host) and name != "localhost" and not ipaddress.ip_address(name)
+    except ValueError:
+        return True
+
+
+def _guarded(application: Application, token: bytes | None, any_name: bool) -> Application:
+    """Only /metrics, only reading, and only with the token if there is one.
+
+    Args:
+        any_name: whatever name the caller calls by; else loopback's, or an address.
+    """
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         def refuse(status: str, text: str, *headers: tuple[str, str]) -> Iterable[bytes]:
@@ -151,6 +164,8 @@ def _guarded(application: Application, token: bytes | None) -> Application:
             return refuse("404 Not Found", "metrics are at /metrics\n")
         if environ["REQUEST_METHOD"] != "GET":
             return refuse("405 Method Not Allowed", "GET only\n", ("Allow", "GET"))
+        if not any_name and _may_be_rebound(environ.get("HTTP_HOST", "")):
+            return refuse("403 Forbidden", "without a token, call by an IP address or as localhost\n")
         if token is not None and not is_bearer(environ.get("HTTP_AUTHORIZATION", ""), token):
             wanted = ("WWW-Authenticate", "Bearer")
             return refuse("401 Unauthorized", "send `Authorization: Bearer TOKEN`\n", wanted)

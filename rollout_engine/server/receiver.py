@@ -154,6 +154,8 @@ class Stream:
         for start, nbytes in pieces(chunk.size, ring.slot_bytes):
             slot = ring.acquire(self._call_id)
             ring.write(slot, chunk.source, chunk.start + start, nbytes)
+            if not ring.filled(slot):  # the engine has answered meanwhile
+                return
             self._link.send(m.Chunk(self._call_id, tensor, chunk.offset + start, slot, nbytes))
 
 

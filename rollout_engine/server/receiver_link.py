@@ -25,7 +25,11 @@ ENGINE_GONE = "the engine process closed its connection"
 
 
 class SlotRing:
-    """Slots of an upload ring, lent one at a time to calls; safe to use by many threads."""
+    """Slots of an upload ring, lent one at a time to calls; safe to use by many threads.
+
+    From `acquire` to `filled` a slot is its caller's alone: a call that ends meanwhile, because the engine
+    refused it, gives back no slot that a thread still writes to, or the next call's bytes would be spoiled.
+    """
 
     def __init__(self, ring: m.UploadRing) -> None:
         self.slot_bytes = ring.ring_slot_bytes
@@ -36,6 +40,7 @@ class SlotRing:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._segment.buf))
         self._free = deque(range(ring.ring_slots))
         self._owner: dict[int, int] = {}  # slot -> call id
+        self._filling: dict[int, bool] = {}  # slot -> whether its call has ended meanwhile
         self._changed = threading.Condition()
         self._closed = False
 
@@ -51,7 +56,16 @@ class SlotRing:
                 raise EngineError(Reason.ENGINE_DEAD, ENGINE_GONE)
             slot = self._free.popleft()
             self._owner[slot] = call_id
+            self._filling[slot] = False
             return slot
+
+    def filled(self, slot: int) -> bool:
+        """Nothing is written to the slot any more. False: its call has ended, and the slot is free again."""
+        with self._changed:
+            if not self._filling.pop(slot):
+                return True
+            self.release(slot, self._owner[slot])
+            return False
 
     def release(self, slot: int, call_id: int) -> None:
         """Take a slot back; ignored unless it is this call's."""
@@ -62,10 +76,13 @@ class SlotRing:
                 self._changed.notify()
 
     def release_all(self, call_id: int) -> None:
-        """Take back every slot that an ended call still had."""
+        """Take back every slot that an ended call still had; those that are being filled, by `filled`."""
         with self._changed:
             for slot in [slot for slot, owner in self._owner.items() if owner == call_id]:
-                self.release(slot, call_id)
+                if slot in self._filling:
+                    self._filling[slot] = True
+                else:
+                    self.release(slot, call_id)
 
     def write(self, slot: int, source: bytes, start: int, nbytes: int) -> None:
         """Copy bytes [start, start + nbytes) of `source` into a slot, which must be lent to the caller.

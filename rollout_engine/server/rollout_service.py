@@ -23,6 +23,10 @@ from weight_updater.errors import UpdateError
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
+LOGPROB_BYTES = 4
+SCORE_OVERHEAD_BYTES = 64
+"""Of a sequence's scores in a message, beside its log-probabilities and the adapter's name."""
+
 
 @guarded(pb.DESCRIPTOR.services_by_name["Rollout"])
 class RolloutService(rollout_pb2_grpc.RolloutServicer):
@@ -69,6 +73,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 try:
                     ids = await self._codec.prompt(item)
                     generation = Generation(item, ids, self._engine.info, self._codec, whole=True)
+                    if generation.request.request_id in batch:  # maybe ended, but not answered yet
+                        raise EngineError(
+                            Reason.DUPLICATE_REQUEST,
+                            f"request_id {item.request_id!r} stands twice in the batch; give each its own",
+                        )
                     generation.attach(self._engine.submit(generation.request, inbox))
                 except (EngineError, UpdateError) as error:
                     await context.write(self._refused(index, error))
@@ -110,6 +119,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         temperature = request.temperature if request.HasField("temperature") else 1.0
         if temperature == 0:
             raise EngineError(Reason.INVALID_REQUEST, "temperature is 0; it must be > 0 to score")
+        self._check_scores_fit(request)
         params = SamplingParams(max_tokens=0, temperature=temperature, prompt_logprobs=True)
         call_id = uuid.uuid4().hex
         submits = []
@@ -143,6 +153,23 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             scores=[scores[submit.request_id] for submit in submits],
             weight_version=self._engine.state.weight_version,
         )
+
+    def _check_scores_fit(self, request: pb.ScoreRequest) -> None:
+        """Refuse what could be computed, and then not be sent: a token takes more bytes there than here.
+
+        Raises:
+            EngineError: INVALID_REQUEST.
+        """
+        num_tokens = sum(len(sequence.ids) for sequence in request.sequences)
+        each = SCORE_OVERHEAD_BYTES + len(request.adapter.encode())
+        size = LOGPROB_BYTES * num_tokens + each * len(request.sequences)
+        if size > self._max_message_bytes:
+            raise EngineError(
+                Reason.INVALID_REQUEST,
+                f"scores of {num_tokens} tokens in {len(request.sequences)} sequences take up to {size} "
+                f"bytes, more than a message of {self._max_message_bytes} bytes can carry; score fewer in a "
+                "call",
+            )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         requests = self._engine.requests

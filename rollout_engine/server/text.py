@@ -29,8 +29,14 @@ def load_tokenizer(model: Path) -> Tokenizer | None:
         EngineError(MODEL_INVALID): tokenizer.json is there but cannot be read.
     """
     path = model / "tokenizer.json"
-    if not path.exists():
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise EngineError(
+            Reason.MODEL_INVALID, f"{path} cannot be read ({error.strerror}); is it a model directory?"
+        ) from error
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:

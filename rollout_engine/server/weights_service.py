@@ -225,7 +225,13 @@ class WeightsService(weights_pb2_grpc.WeightsServicer):
         """Bytes of a live tensor by way of a slot lent to the engine for this call."""
         ring = self._engine.ring
         slot = await ring.acquire(READER)
-        _, reply = self._engine.begin_call(m.ReadWeight, name=name, offset=offset, nbytes=nbytes, slot=slot)
+        try:
+            _, reply = self._engine.begin_call(
+                m.ReadWeight, name=name, offset=offset, nbytes=nbytes, slot=slot
+            )
+        except BaseException:  # the engine died; whoever waits for the slot must hear it, too
+            ring.release(slot, READER)
+            raise
         try:
             await asyncio.wait({reply})
             return reply.result(), ring.read(slot, nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,9 @@ def adapter_dir(model_dir: Path, root: Path) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(root / "adapter")
     return root / "adapter"
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])

@@ -21,7 +21,9 @@ class facade:
     """A uvicorn server in a thread, on a port of its own."""
 
     def __init__(self, address: str, token: str | None = None, **options: Any) -> None:
-        config = uvicorn.Config(create_app(address, token=token, **options), log_level="warning")
+        config = uvicorn.Config(
+            create_app(address, token=token, **options), log_level="warning", timeout_graceful_shutdown=5
+        )
         self._server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -11,14 +10,14 @@ import urllib.error
 import pytest
 from typer.testing import CliRunner
 
+from rollout_engine.cli.http import told
 from rollout_engine.cli.main import app
 from rollout_engine.cli.output import EXIT_USAGE
 from tests.http.facade import fetch
 
 
-def test_the_command_serves_until_it_is_told_to_stop(engine):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_the_command_serves_until_it_is_told_to_stop(engine, free_port):
+    port = free_port
     command = [sys.executable, "-m", "rollout_engine.cli", "http", "--address", engine.address]
     command += ["--port", str(port), "--model-name", "policy", "--model-name", "other"]
     command += ["--server-info", "base_gpu_id=4", "--server-info", "note=as it is"]
@@ -45,6 +44,12 @@ def test_the_command_serves_until_it_is_told_to_stop(engine):
     finally:
         process.terminate()
         assert process.wait(20) in (0, -15)
+
+
+def test_what_json_does_not_know_is_told_as_text():
+    pairs = {"a": "NaN", "b": "1e999", "c": "9" * 5000, "d": "[" * 100_000}
+    assert told(f"{key}={value}" for key, value in pairs.items()) == pairs
+    assert told(["a=4", 'b={"c": null}']) == {"a": 4, "b": {"c": None}}
 
 
 @pytest.mark.parametrize(

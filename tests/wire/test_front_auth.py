@@ -191,3 +191,34 @@ def test_a_tls_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"tls_key: cannot read .*no\.key"):
         read_tls(config)
     assert read_tls(ServeConfig(model=tmp_path)) is None
+
+
+@pytest.mark.parametrize("broken", ["no PEM", "another's key", "a password", "no CA"])
+def test_tls_files_that_cannot_be_used_are_told_before_a_model_loads(tmp_path, broken):
+    """gRPC itself would say that the port cannot be bound."""
+    for name in ("server", "other"):
+        make_certificate(tmp_path, name, None)
+    files = {f"tls_{kind}": tmp_path / f"server.{end}" for kind, end in (("cert", "crt"), ("key", "key"))}
+    assert read_tls(ServeConfig(model=tmp_path, **files)) is not None
+    if broken == "no PEM":
+        files["tls_cert"].write_text("no certificate")
+    elif broken == "another's key":
+        files["tls_key"] = tmp_path / "other.key"
+    elif broken == "a password":
+        command = [
+            "openssl",
+            "ec",
+            "-in",
+            "server.key",
+            "-aes256",
+            "-passout",
+            "pass:x",
+            "-out",
+            "locked.key",
+        ]
+        subprocess.run([*command, "-passout", "pass:x"], cwd=tmp_path, check=True, capture_output=True)
+        files["tls_key"] = tmp_path / "locked.key"
+    else:
+        files["tls_client_ca"] = tmp_path / "server.key"
+    with pytest.raises(ConfigError, match="tls_cert, tls_key or tls_client_ca cannot be used"):
+        read_tls(ServeConfig(model=tmp_path, **files))

@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from rollout_engine.server.app import write_ready_file
 from rollout_engine.v1 import rollout_pb2 as pb
 from rollout_engine.v1 import rollout_pb2_grpc
 from tests.wire.front import engine_command, prompt, wait_until
@@ -210,3 +212,14 @@ def test_a_signal_while_the_engine_loads_ends_both(tmp_path):
     assert "stopped by a signal before the engine served" in err
     assert time.monotonic() - start < 20, "the engine sleeps for a minute"
     assert is_gone(pid)
+
+
+def test_a_ready_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    """The place where it should stand is a directory."""
+    target = tmp_path / "there"
+    target.mkdir()
+    engine = SimpleNamespace(info=SimpleNamespace(instance_id="i"))
+    running = SimpleNamespace(address="a", engine=engine, observers=SimpleNamespace(metrics_address=""))
+    with pytest.raises(OSError, match="Is a directory"):
+        write_ready_file(target, running)
+    assert list(tmp_path.iterdir()) == [target]

@@ -130,8 +130,22 @@ def test_only_metrics_are_there_and_only_to_be_read(tmp_path):
             assert status_of(lambda: get(front)) == 200
         compressed = get(front, headers={"Accept-Encoding": "gzip"})
         assert compressed.headers["Content-Encoding"] == "gzip"
+        for host, status in (
+            ("localhost:9464", 200),
+            ("[::1]:9464", 200),
+            ("10.1.2.3", 200),
+            ("evil.example:9464", 403),  # a page's own name, which has come to mean loopback
+            ("localhost.evil.example", 403),
+        ):
+            assert status_of(lambda host=host: get(front, headers={"Host": host})) == status
     with pytest.raises(urllib.error.URLError):
         get(front)
+
+
+def test_with_a_token_metrics_are_read_by_any_name(tmp_path):
+    with serving(tmp_path, config={**METRICS, "token": TOKEN}) as front:
+        headers = {"Host": "rollsync.svc.cluster.local", "Authorization": f"Bearer {TOKEN}"}
+        assert status_of(lambda: get(front, headers=headers)) == 200
 
 
 def test_metrics_are_off_unless_a_port_is_given(tmp_path):

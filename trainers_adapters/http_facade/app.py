@@ -1,9 +1,8 @@
-"""The application: who may call, how errors look, which routers there are."""
+"""The application: which routers there are, and how errors look."""
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any
@@ -11,13 +10,13 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from trainers_adapters.connection import Tls
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.http_facade import adapters, areal, elsewhere, sglang, vllm
-from trainers_adapters.http_facade.engine import Engine
-
-OPEN_PATHS = {"/health", "/liveness"}
+from trainers_adapters.http_facade.engine import CallerLeft, Engine
+from trainers_adapters.http_facade.guard import Guard, error_response
 
 HTTP_STATUS = {
     "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
@@ -46,7 +45,8 @@ def create_app(
     """The facade of the engine at `address`.
 
     Args:
-        token: the engine's; callers of the facade must present it too.
+        token: the engine's; callers of the facade must present it too. Without one, only programs that call
+            a loopback name or an address are answered, and no web page (guard.py).
         model_names: what callers call the model, beside its directory (/v1/models).
         server_info: what /server_info answers besides, for callers that compare it with their arguments.
     """
@@ -65,27 +65,10 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ValueError, _cannot_be_sent)
     app.add_exception_handler(Exception, _failed)
-    expected = None if token is None else token.encode()
-
-    @app.middleware("http")
-    async def allowed(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        if expected is not None and request.url.path not in OPEN_PATHS:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), expected):
-                return error_response(
-                    HTTPStatus.UNAUTHORIZED,
-                    "UNAUTHENTICATED",
-                    "this engine wants a token: send `authorization: Bearer TOKEN`",
-                )
-        return await call_next(request)
-
+    app.add_exception_handler(HTTPException, _no_such_call)
+    app.add_exception_handler(CallerLeft, _left)
+    app.add_middleware(Guard, token=token)
     return app
-
-
-def error_response(status: HTTPStatus, reason: str, message: str) -> JSONResponse:
-    """One shape for every error: `error.type` is the engine's own word for it."""
-    error = {"type": reason, "message": message, "code": int(status)}
-    return JSONResponse({"success": False, "message": message, "error": error}, status_code=int(status))
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
@@ -110,3 +93,18 @@ async def _invalid(_: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     return error_response(HTTPStatus.BAD_REQUEST, "INVALID_REQUEST", f"{where or 'the body'}: {first['msg']}")
+
+
+async def _no_such_call(_: Request, error: Exception) -> JSONResponse:
+    """No such path, another method, or a body that no reader of JSON takes."""
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    reason = "NOT_FOUND" if status is HTTPStatus.NOT_FOUND else "INVALID_REQUEST"
+    answer = error_response(status, reason, str(error.detail))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _left(_: Request, error: Exception) -> Response:
+    """Nobody reads this."""
+    return Response(status_code=499)

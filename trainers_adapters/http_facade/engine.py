@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 
@@ -24,6 +26,12 @@ from weight_updater.requests import (
     TensorSpec,
     UpdateReply,
 )
+
+T = TypeVar("T")
+
+
+class CallerLeft(Exception):
+    """Whoever asked is gone, and what it asked for was ended."""
 
 
 @dataclass
@@ -183,6 +191,35 @@ class Engine:
                 await self.rollout.resume()
 
 
+async def while_there(request: HttpRequest, work: Awaitable[T]) -> T:
+    """What `work` gives. If the caller goes away, it is cancelled: tokens for nobody would take the place of
+    others.
+
+    Args:
+        request: its body has been read.
+
+    Raises:
+        CallerLeft: it did.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise CallerLeft
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await leaving
+
+
+async def _left(request: HttpRequest) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 def engine_of(request: HttpRequest) -> Engine:
     """FastAPI dependency. A query parameter that the path does not know is refused by name."""
     known = {param.alias for param in request.scope["route"].dependant.query_params}
@@ -196,6 +233,15 @@ def engine_of(request: HttpRequest) -> Engine:
         )
     engine: Engine = request.app.state.engine
     return engine
+
+
+LEAST_LOGPROB = -9999.0
+"""Stands for -inf (a token that top_k or the like left out), as in vLLM."""
+
+
+def written(logprob: float) -> float | None:
+    """A log-probability as JSON can hold it, which knows neither -inf nor NaN (None)."""
+    return None if math.isnan(logprob) else max(logprob, LEAST_LOGPROB)
 
 
 MEMORY = {"kv_cache": ("kv_cache", "graphs"), "cuda_graph": ("graphs",)}

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
+from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from trainers_adapters.errors import RollsyncError
@@ -22,7 +23,13 @@ from trainers_adapters.http_facade.bodies import (
     SglangSampling,
     Tags,
 )
-from trainers_adapters.http_facade.engine import Engine, engine_of, memory_tags
+from trainers_adapters.http_facade.engine import (
+    Engine,
+    engine_of,
+    memory_tags,
+    while_there,
+    written,
+)
 from trainers_adapters.results import Completion
 from trainers_adapters.rollout_calls import Request, joined
 from weight_updater.requests import InitGroup, Recapture, UpdateReply
@@ -39,13 +46,13 @@ FINISH_TYPES = {"deadline": "abort", "error": "abort"}
 
 
 @router.post("/generate", response_model=None)
-async def generate(body: SglangGenerate, engine: OfEngine) -> Any:
+async def generate(body: SglangGenerate, engine: OfEngine, http: HttpRequest) -> Any:
     """One object per completion: a single one for one prompt with n = 1, else a list, prompt by prompt."""
     if body.stream:
         if len(body.prompts) != 1:
             raise RollsyncError("INVALID_ARGUMENT", "INVALID_REQUEST", "a stream is of one prompt")
         return StreamingResponse(_streamed(body, engine), media_type="text/event-stream")
-    groups = await engine.generate(_requests(body))
+    groups = await while_there(http, engine.generate(_requests(body)))
     asked = zip(body.prompts, groups, strict=True)
     answers = [_answer(completion, body, prompt) for prompt, group in asked for completion in group]
     return answers if body.is_many or len(answers) != 1 else answers[0]
@@ -111,12 +118,12 @@ def _answer(completion: Completion, body: SglangGenerate, prompt: str | list[int
         meta["adapter_versions"] = completion.adapter_versions
     if body.return_logprob:
         meta["output_token_logprobs"] = [
-            [logprob, token, None]
+            [written(logprob), token, None]
             for logprob, token in zip(completion.logprobs, completion.token_ids, strict=True)
         ]
         if completion.top_logprobs:
             meta["output_top_logprobs"] = [
-                [[logprob, token, None] for token, logprob in row] for row in completion.top_logprobs
+                [[written(logprob), token, None] for token, logprob in row] for row in completion.top_logprobs
             ]
         if body.logprob_start_len >= 0:
             rows = _input_logprobs(completion, prompt)
@@ -127,7 +134,7 @@ def _answer(completion: Completion, body: SglangGenerate, prompt: str | list[int
 def _input_logprobs(completion: Completion, prompt: str | list[int]) -> list[list[Any]]:
     """[logprob, token, None] of each of the prompt's tokens; the first has no logprob, text no tokens."""
     known = [None] * completion.num_prompt_tokens if isinstance(prompt, str) else prompt
-    values = [None, *completion.prompt_logprobs]
+    values = [None, *map(written, completion.prompt_logprobs)]
     return [[value, token, None] for value, token in zip(values, known, strict=True)]
 
 

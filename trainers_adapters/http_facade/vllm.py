@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query
+from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
 from trainers_adapters.http_facade.bodies import (
@@ -15,7 +16,14 @@ from trainers_adapters.http_facade.bodies import (
     WeightDir,
 )
 from trainers_adapters.http_facade.elsewhere import PUSH
-from trainers_adapters.http_facade.engine import Engine, engine_of, memory_tags, not_here
+from trainers_adapters.http_facade.engine import (
+    Engine,
+    engine_of,
+    memory_tags,
+    not_here,
+    while_there,
+    written,
+)
 from trainers_adapters.http_facade.sglang import told
 from trainers_adapters.results import Completion
 from trainers_adapters.rollout_calls import Request
@@ -31,14 +39,15 @@ SLEEP_TAGS: dict[int, tuple[str, ...]] = {1: ("kv_cache",), 2: ()}
 
 
 @router.post("/inference/v1/generate")
-async def generate(body: VllmGenerate, engine: OfEngine) -> dict[str, Any]:
-    completions = await engine.rollout.generate(
+async def generate(body: VllmGenerate, engine: OfEngine, http: HttpRequest) -> dict[str, Any]:
+    sampling = engine.rollout.generate(
         body.token_ids,
         request_id=body.request_id,
         priority=body.priority,
         adapter=await engine.adapter_of(body.model) or "",
         **body.sampling_params.to_sampling(),
     )
+    completions = await while_there(http, sampling)
     answer: dict[str, Any] = {
         "request_id": completions[0].request_id,
         "choices": [_choice(completion) for completion in completions],
@@ -46,7 +55,10 @@ async def generate(body: VllmGenerate, engine: OfEngine) -> dict[str, Any]:
     }
     if body.sampling_params.prompt_logprobs is not None:
         scored = zip(body.token_ids[1:], completions[0].prompt_logprobs, strict=True)
-        answer["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for token, value in scored)]
+        answer["prompt_logprobs"] = [
+            None,
+            *({str(token): {"logprob": written(value)}} for token, value in scored),
+        ]
     return answer
 
 
@@ -72,14 +84,15 @@ def _choice(completion: Completion) -> dict[str, Any]:
 
 
 def _named(token: int, logprob: float) -> dict[str, Any]:
-    return {"token": f"token_id:{token}", "logprob": logprob}
+    return {"token": f"token_id:{token}", "logprob": written(logprob)}
 
 
 @router.post("/v1/completions")
-async def completions(body: VllmCompletion, engine: OfEngine) -> dict[str, Any]:
+async def completions(body: VllmCompletion, engine: OfEngine, http: HttpRequest) -> dict[str, Any]:
     sampling, prompts = body.to_sampling(), body.prompts
     adapter = await engine.adapter_of(body.model)
-    groups = await engine.generate([Request(prompt, sampling, adapter=adapter) for prompt in prompts])
+    requests = [Request(prompt, sampling, adapter=adapter) for prompt in prompts]
+    groups = await while_there(http, engine.generate(requests))
     choices: list[dict[str, Any]] = []
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
@@ -93,7 +106,7 @@ async def completions(body: VllmCompletion, engine: OfEngine) -> dict[str, Any]:
             if body.logprobs is not None:
                 choice["logprobs"] = {
                     "tokens": [f"token_id:{token}" for token in completion.token_ids],
-                    "token_logprobs": completion.logprobs,
+                    "token_logprobs": [written(logprob) for logprob in completion.logprobs],
                 }
             if body.return_token_ids:
                 choice["token_ids"] = completion.token_ids

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from rollout_engine.cli import demo, serve
 from rollout_engine.cli.main import app
 from rollout_engine.cli.output import print_json
+from rollout_engine.cli.status import table
 from rollout_engine.config import ServeConfig
 from rollout_engine.v1 import rollout_pb2 as rpb
 from tests.unit.adapters.fake_engine import FakeEngine, serving
+from tests.unit.cli.test_top import INFO, STATE
+from trainers_adapters.results import AdapterState
 
 
 @pytest.fixture
@@ -261,6 +267,17 @@ def test_status_of_an_engine_that_does_not_serve_is_exit_code_1(engine: FakeEngi
     result = run("status", "--address", address)
     assert result.exit_code == 1
     assert "torn" in result.stdout
+
+
+def test_status_shows_names_as_they_are() -> None:
+    """Brackets are markup to the library that draws: they would vanish, or end the command."""
+    adapter = AdapterState("[/red]", 3, 8, 12, False, 1)
+    info = replace(INFO, weights_path="/ckpt/[best]/step", max_adapters=2, max_adapter_rank=8)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table(info, replace(STATE, adapters=[adapter])))
+    shown = console.export_text()
+    assert "/ckpt/[best]/step" in shown
+    assert "[/red]  version 3" in shown
 
 
 def test_demo_passes_on_the_last_line_or_says_what_to_do(

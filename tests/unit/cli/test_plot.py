@@ -231,3 +231,33 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     result = invoke(str(path))
     assert result.exit_code == 1
     assert "pip install 'rollsync[plot]'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event": "sample"}',
+        '{"event": "sample", "time": 1000}',
+        json.dumps(sample(2) | {"time": "1002"}),
+        json.dumps(sample(2, time=float("nan"))),
+        json.dumps(sample(2, generated_tokens=None)),
+        json.dumps(sample(2, status=None)),
+        json.dumps(sample(2, pages=10**400)),
+        json.dumps(update(2) | {"seconds": None}),
+        json.dumps(update(2) | {"end": 5}),
+        json.dumps(update(2, whole=float("inf"))),
+        '{"event": []}',
+        "[" * 100_000,
+        "null",
+    ],
+)
+def test_a_line_that_is_not_whole_is_left_out_and_counted(line, tmp_path):
+    path = tmp_path / "log"
+    path.write_text("\n".join([json.dumps(sample(0)), line, json.dumps(sample(4)), ""]))
+    read = read_log(path)
+    assert ([entry["time"] for entry in read.samples], read.updates, read.num_broken) == ([1000, 1004], [], 1)
+    said = CliRunner().invoke(app, ["plot", str(path), "--title", "costs $x^{$"])
+    assert (said.exit_code, said.output.endswith("2 samples, 0 updates, 1 broken lines left out\n")) == (
+        0,
+        True,
+    )

@@ -71,12 +71,14 @@ def in_thread(function) -> list:
 
 def test_a_slot_is_lent_once_and_comes_back_to_who_waits(ring):
     assert [ring.acquire(1), ring.acquire(2)] == [0, 1]
+    assert ring.filled(0)
     waiting = in_thread(lambda: ring.acquire(3))
     ring.release(0, 2)  # not this call's slot
     time.sleep(0.05)
     assert waiting == []
     ring.release_all(1)
     soon(lambda: waiting == [0])
+    assert ring.filled(0)
     ring.release(0, 1)  # a late ChunkTaken of the slot's last owner
     waiting = in_thread(lambda: ring.acquire(4))
     time.sleep(0.05)
@@ -89,6 +91,20 @@ def test_a_closed_ring_lets_nobody_wait(ring):
     waiting = in_thread(lambda: ring.acquire(3))
     ring.close()
     soon(lambda: waiting == ["ENGINE_DEAD"])
+
+
+def test_a_slot_that_is_written_to_is_not_lent_when_its_call_ends(ring):
+    """The engine may refuse an update while a chunk of it is on its way into the ring."""
+    filling, sent = ring.acquire(1), ring.acquire(1)
+    assert ring.filled(sent)
+    ring.release_all(1)  # the reply came
+    assert ring.acquire(2) == sent
+    waiting = in_thread(lambda: ring.acquire(3))
+    time.sleep(0.05)
+    assert waiting == []
+    assert not ring.filled(filling)  # is not to be sent, and is free
+    soon(lambda: waiting == [filling])
+    assert ring.filled(filling)
 
 
 def test_bytes_go_into_their_slot(ring, segment):
@@ -106,6 +122,7 @@ def test_a_call_is_answered_by_its_reply(engine):
     assert call_id == 7 << 32
     assert next(engine.commands) == m.Update(call_id=call_id, tensor=FromTensor("u"))
     slot = engine.link.ring.acquire(call_id)
+    assert engine.link.ring.filled(slot)
     engine.link.send(m.Chunk(call_id, 0, 8, slot, 16))
     assert next(engine.commands) == m.Chunk(call_id, 0, 8, slot, 16)
     engine.channel.send(m.Reply(call_id, {"done": True}, None, 5, 1))
