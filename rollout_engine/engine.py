@@ -79,7 +79,7 @@ class Engine:
         num_workers = NUM_WORKERS + MAX_STREAMS
         self._flows = FlowRunner(wake=lambda: self._inbox.put(None), num_workers=num_workers)
         self._gate = Gate()
-        self._requests = RequestTable(scheduler, max_waiting)
+        self._requests = RequestTable(scheduler, max_waiting, min_version)
         self._records = UpdateRecords(updater)
         self._updates = UpdateFlow(
             updater,
@@ -90,6 +90,7 @@ class Engine:
             self._requests.end_too_old,
             copy_bytes_per_second,
             self._records,
+            lambda: self._control.check_awake(),
         )
         self._control = Control(self._gate, scheduler, self._requests, runner, updater, uploads, min_version)
         self._in_flight: tuple[ScheduleBatch, PendingStep] | None = None
@@ -110,16 +111,20 @@ class Engine:
         if self._links is not None:
             self._links.start()
         while not self._should_stop():
-            self._take_commands()
-            self._flows.turn()
-            now = time.monotonic()
-            self._updates.tick(now)
-            self._requests.expire(now, self._updater.version)
-            self._step()
-            self._tell()
+            self.turn()
         self._flows.close()
         self._updater.close()
         self._uploads.close()
+
+    def turn(self) -> None:
+        """LOOP. Take commands, advance flows, run a step, tell what is new."""
+        self._take_commands()
+        self._flows.turn()
+        now = time.monotonic()
+        self._updates.tick(now)
+        self._requests.expire(now, self._updater.version)
+        self._step()
+        self._tell()
 
     def _should_stop(self) -> bool:
         if self._stop_at == float("inf"):

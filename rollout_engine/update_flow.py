@@ -32,9 +32,7 @@ from weight_updater.requests import (
     BeginUpdate,
     FromDistributed,
     Inflight,
-    Path,
     StageSeconds,
-    Staging,
     UpdateReply,
     UpdateState,
 )
@@ -57,6 +55,7 @@ class UpdateFlow:
             min_version is above the version given, or their adapter was pushed over others.
         copy_bytes_per_second: of one plain copy on this device, measured at start (the floor).
         records: is told of each update that opens, and how it ends.
+        check_awake: raises EngineError while the weights' memory is released.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class UpdateFlow:
         end_too_old: Callable[[int], None],
         copy_bytes_per_second: float,
         records: UpdateRecords,
+        check_awake: Callable[[], None] = lambda: None,
     ) -> None:
         self._updater = updater
         self._scheduler = scheduler
@@ -79,6 +79,7 @@ class UpdateFlow:
         self._end_too_old = end_too_old
         self._copy_bytes_per_second = copy_bytes_per_second
         self._records = records
+        self._check_awake = check_awake
         self._num_receiving = 0
         self._feeds: dict[int, str] = {}  # calls that bring an update's bytes -> the update
         self._clearing = False  # one of them brings the sequences in flight out of the way
@@ -146,14 +147,17 @@ class UpdateFlow:
         self._settler.refuse_endless_wait(command.inflight, "")
         began_at = self._records.now()
         settled = yield from self._settle(command.inflight)
+        yield Until(lambda: not self._gate.rolling_back)
         self._updater.check_rollback()  # an update that began meanwhile may hold the device
-        yield from self._gate.park()
+        self._gate.rolling_back = True  # and none may begin until this has ended
         try:
-            self._updater.check_rollback()
+            yield from self._gate.park()
             reply = self._updater.rollback()
         except UpdateError:
-            self._release_device()
+            self._gate.unpark()
             raise
+        finally:
+            self._gate.rolling_back = False
         self._scheduler.on_commit(self._updater.commit_sequence)
         self._end_too_old(self._updater.version)  # before a forward pass can run them
         return self._complete(reply, settled, began_at)
@@ -178,10 +182,12 @@ class UpdateFlow:
             if request.adapter is not None:
                 asked = request
                 request = yield OffLoop(lambda: self._updater.adapters.complete(asked))
-            if _is_known_by_name(request):
+            if request.is_known_by_name:
                 manifest = self._updater.resolve(request)
             else:
                 manifest = yield OffLoop(lambda: self._updater.resolve(request))
+            yield Until(lambda: not self._gate.rolling_back)
+            self._check_awake()  # memory may have been released meanwhile
             paused = self._gate.paused_by_user
             reply: BeginReply = self._updater.begin(request, manifest, paused=paused)
         except UpdateError as error:
@@ -315,8 +321,9 @@ class UpdateFlow:
                 self._require_open(update_id)
             reply = self._updater.commit(update_id)
         except UpdateError:
-            if self._updater.open is None or (not parked_before and self._is_open(update_id)):
+            if not parked_before and self._is_open(update_id):
                 self._gate.unpark()
+            self._release_device()
             raise
         finally:
             self._num_working -= 1
@@ -376,7 +383,7 @@ class UpdateFlow:
 
     def _release_device(self) -> None:
         """Forward passes may start again (if the weights are whole) once no update holds the device."""
-        if self._updater.open is None:
+        if self._updater.open is None and not self._gate.rolling_back:
             self._gate.unpark()
 
     def _is_open(self, update_id: str) -> bool:
@@ -388,9 +395,3 @@ class UpdateFlow:
         opened = self._updater.open
         assert opened is not None
         return opened
-
-
-def _is_known_by_name(request: BeginUpdate) -> bool:
-    """Whether resolving reads no file and allocates nothing, so that the loop can do it at once."""
-    by_digest = bool(request.manifest_digest) and request.path is not Path.DISK
-    return by_digest and request.staging in (Staging.NONE, Staging.DEVICE)

@@ -1,0 +1,155 @@
+"""An Engine whose loop is turned by hand: a model of integers, and an updater over a model of six tensors.
+
+Passes overlap, as on a GPU: each is taken in once the next one was launched.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rollout_engine import messages
+from rollout_engine.batch.schedule import ScheduleBatch, StepResult
+from rollout_engine.engine import Engine
+from rollout_engine.sampling import SamplingParams
+from rollout_engine.scheduler import Scheduler
+from rollout_engine.uploads import Uploads
+from tests.unit.scheduler.fake_model import FakeRunner, limits
+from tests.unit.weight_updater.tiny_target import TinyTarget, make_updater, manifest_of, pack, weights
+from weight_updater.requests import BeginUpdate, FromTensor, Inflight, Path, Staging
+from weight_updater.shm import SharedSegment
+
+
+class News:
+    """The channel to a front: keeps what the engine says."""
+
+    def __init__(self) -> None:
+        self.replies: dict[int, messages.Reply] = {}
+        self.outputs: list[messages.SequenceOutput] = []
+        self.refused: list[messages.RequestRefused] = []
+
+    def send(self, *events: messages.Event) -> None:
+        for event in events:
+            if isinstance(event, messages.Reply):
+                self.replies[event.call_id] = event
+            elif isinstance(event, messages.Outputs):
+                self.outputs += event.outputs
+            elif isinstance(event, messages.RequestRefused):
+                self.refused.append(event)
+
+
+class Launched:
+    """A pass in flight."""
+
+    def __init__(self, found: StepResult) -> None:
+        self._found = found
+
+    def result(self) -> StepResult:
+        return self._found
+
+
+class OverlappingRunner:
+    """Stands for a ModelRunner. on_launch: called with each batch."""
+
+    overlap = True
+
+    def __init__(self, target: TinyTarget) -> None:
+        self.target = target
+        self.model = FakeRunner(limits())
+        self.forward_counts: dict[str, int] = {}
+        self.num_launched = 0
+
+    def launch(self, batch: ScheduleBatch) -> Launched:
+        self.num_launched += 1
+        return Launched(self.model.forward(batch))
+
+    def release_weights(self) -> int:
+        return 0
+
+    def release_kv(self) -> int:
+        return 0
+
+    def release_graphs(self) -> int:
+        return 0
+
+    resume_weights = resume_kv = resume_graphs = release_graphs
+
+
+class HandEngine:
+    """An engine, and calls to it that wait for nothing."""
+
+    def __init__(self, *, min_version: int = 0, version: int = 4) -> None:
+        self.target = TinyTarget()
+        self.updater = make_updater(self.target, device_staging=True, version=version)
+        self.runner = OverlappingRunner(self.target)
+        self.news = News()
+        channel: Any = self.news
+        runner: Any = self.runner
+        info: Any = lambda: None  # noqa: E731 - nobody asks
+        self.scheduler = Scheduler(limits(), self.updater.adapters.book)
+        self.engine = Engine(
+            runner=runner,
+            scheduler=self.scheduler,
+            updater=self.updater,
+            channel=channel,
+            uploads=Uploads(channel, 1, 4096, 10.0),
+            info=info,
+            min_version=min_version,
+            max_waiting=64,
+            copy_bytes_per_second=1e9,
+        )
+        self.segment = SharedSegment.create(manifest_of(weights(1)).packed_offsets()[1])
+        self._num_calls = 0
+
+    def close(self) -> None:
+        self.engine._flows.close()
+        self.updater.close()
+        self.engine._uploads.close()
+        self.segment.close()
+        self.segment.unlink()
+
+    def put(self, command: messages.Command) -> None:
+        self.engine._inbox.put(command)
+
+    def call(self, kind: type[messages.Call], *fields: Any, **named: Any) -> int:
+        """Send a call; returns its id."""
+        self._num_calls += 1
+        self.put(kind(*fields, call_id=self._num_calls, **named))
+        return self._num_calls
+
+    def submit(self, name: str, max_tokens: int = 8, **fields: Any) -> None:
+        params = SamplingParams(seed=7, max_tokens=max_tokens)
+        self.put(messages.SubmitRequest(name, [3, 5, 8], params, **fields))
+
+    def begin(self, version: int, **fields: Any) -> BeginUpdate:
+        """A request for an update whose bytes then wait in `segment`."""
+        tensors = weights(version)
+        pack(self.segment, tensors)
+        asked = {"staging": Staging.DEVICE, "inflight": Inflight.KEEP} | fields
+        return BeginUpdate(path=Path.TENSOR, version=version, manifest=manifest_of(tensors), **asked)
+
+    def push(self, version: int, **fields: Any) -> int:
+        """An update in one call."""
+        tensor = FromTensor("", self.segment.descriptor)
+        return self.call(messages.Update, tensor=tensor, begin=self.begin(version, **fields))
+
+    def reply(self, call_id: int, num_turns: int = 200) -> messages.Reply:
+        """Turn until a call is answered."""
+        for _ in range(num_turns):
+            if call_id in self.news.replies:
+                return self.news.replies[call_id]
+            self.engine.turn()
+            time.sleep(0.0005)
+        raise AssertionError(f"call {call_id} is not answered in {num_turns} turns")
+
+    def done(self, call_id: int) -> dict[str, Any]:
+        """Turn until a call is answered, which it must be without an error."""
+        reply = self.reply(call_id)
+        assert reply.error is None, reply.error
+        result: dict[str, Any] = reply.result
+        return result
+
+    def tokens(self, name: str) -> list[int]:
+        """What was told of a request's first completion."""
+        told = [output for output in self.news.outputs if (output.request_id, output.index) == (name, 0)]
+        return [token for output in told for token in output.token_ids]
