@@ -119,16 +119,21 @@ class LiveWeights:
             )
         return reply
 
-    def check_rollback(self) -> Previous:
-        """What `rollback` would bring back.
+    def check_rollback(self, meant: int | None = None) -> Previous:
+        """What `rollback` would bring back. meant: the commit sequence that it is to leave, where one is.
 
         Raises:
-            UpdateRefused: NO_PREVIOUS, WRONG_STATE (torn).
+            UpdateRefused: NO_PREVIOUS, WRONG_STATE (torn, or another commit is live).
         """
         if self.torn_reason:
             raise UpdateRefused(
                 Reason.WRONG_STATE,
                 f"the weights are torn ({self.torn_reason}); only a full update makes them whole",
+            )
+        if meant not in (None, self.commit_sequence):
+            raise UpdateRefused(
+                Reason.WRONG_STATE,
+                f"version {self.version} became live while the rollback waited; to undo it, too, ask again",
             )
         if self.previous is None:
             raise UpdateRefused(

@@ -6,6 +6,7 @@ Passes overlap, as on a GPU: each is taken in once the next one was launched.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rollout_engine import messages
@@ -125,22 +126,26 @@ class HandEngine:
         """A request for an update whose bytes then wait in `segment`."""
         tensors = weights(version)
         pack(self.segment, tensors)
-        asked = {"staging": Staging.DEVICE, "inflight": Inflight.KEEP} | fields
-        return BeginUpdate(path=Path.TENSOR, version=version, manifest=manifest_of(tensors), **asked)
+        asked = {"manifest": manifest_of(tensors), "staging": Staging.DEVICE, "inflight": Inflight.KEEP}
+        return BeginUpdate(Path.TENSOR, version=version, **asked | fields)
 
     def push(self, version: int, **fields: Any) -> int:
         """An update in one call."""
         tensor = FromTensor("", self.segment.descriptor)
         return self.call(messages.Update, tensor=tensor, begin=self.begin(version, **fields))
 
-    def reply(self, call_id: int, num_turns: int = 200) -> messages.Reply:
-        """Turn until a call is answered."""
+    def turn_until(self, predicate: Callable[[], object], num_turns: int = 300) -> None:
         for _ in range(num_turns):
-            if call_id in self.news.replies:
-                return self.news.replies[call_id]
+            if predicate():
+                return
             self.engine.turn()
             time.sleep(0.0005)
-        raise AssertionError(f"call {call_id} is not answered in {num_turns} turns")
+        raise AssertionError(f"it did not come in {num_turns} turns")
+
+    def reply(self, call_id: int) -> messages.Reply:
+        """Turn until a call is answered."""
+        self.turn_until(lambda: call_id in self.news.replies)
+        return self.news.replies[call_id]
 
     def done(self, call_id: int) -> dict[str, Any]:
         """Turn until a call is answered, which it must be without an error."""

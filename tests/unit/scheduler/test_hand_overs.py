@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,12 @@ import pytest
 from rollout_engine import messages
 from tests.unit.scheduler.fake_model import expected_output
 from tests.unit.scheduler.hand_engine import HandEngine
-from weight_updater.requests import Inflight
+from tests.unit.weight_updater.tiny_target import TinyTarget
+from weight_updater import live
+from weight_updater.requests import FromTensor, Inflight, Staging
+from weight_updater.slot_scan import slot_checksums
+
+PROMPT = [3, 5, 8]
 
 
 @pytest.fixture
@@ -44,7 +50,7 @@ def test_an_update_that_begins_beside_a_rollback_finds_generation_going_on(hand:
     rollback = hand.call(messages.Rollback, Inflight.KEEP)
     begin = hand.call(messages.Begin, hand.begin(6))
     hand.done(begin)
-    assert hand.reply(rollback)
+    assert hand.done(rollback)["version"] == 4
     num_tokens = len(hand.tokens("a"))
     for _ in range(5):
         hand.engine.turn()
@@ -64,7 +70,7 @@ def test_sequences_that_a_rollback_leaves_under_too_old_weights_do_not_hold_up_t
         hand.submit("c", max_tokens=3)
         for _ in range(6):
             hand.engine.turn()
-        assert hand.tokens("c") == expected_output([3, 5, 8], 3)
+        assert hand.tokens("c") == expected_output(PROMPT, 3)
     finally:
         hand.close()
 
@@ -77,3 +83,69 @@ def test_no_update_begins_over_memory_that_was_released_meanwhile(hand: HandEngi
     assert reply.error is not None
     assert reply.error.reason == "ASLEEP"
     assert hand.updater.version == 4
+
+
+def test_a_rollback_undoes_no_other_commit_than_the_one_that_it_was_asked_for(hand: HandEngine) -> None:
+    hand.done(hand.push(5, keep_previous=True))
+    hand.submit("a", max_tokens=20)
+    hand.engine.turn()
+    rollback = hand.call(messages.Rollback, Inflight.WAIT)
+    push = hand.push(6, keep_previous=True)
+    assert hand.done(push)["version"] == 6
+    reply = hand.reply(rollback)
+    assert reply.error is not None
+    assert (reply.error.reason, hand.updater.version) == ("WRONG_STATE", 6)
+    assert hand.done(hand.call(messages.Rollback, Inflight.WAIT))["version"] == 5
+
+
+def test_what_an_aborted_call_leaves_behind_ends_no_later_update_of_the_same_id(hand: HandEngine) -> None:
+    hand.submit("a", max_tokens=40)
+    hand.engine.turn()
+    first = hand.push(5, inflight=Inflight.WAIT, update_id="u")
+    hand.turn_until(lambda: hand.engine._gate.num_draining == 1)
+    again = hand.begin(5, update_id="u", manifest_digest=known(hand), manifest=None)
+    hand.call(messages.AbortUpdate, "u")
+    begin = hand.call(messages.Begin, again)
+    hand.done(begin)
+    reply = hand.reply(first)
+    assert reply.error is not None
+    assert reply.error.reason == "UNKNOWN_UPDATE"
+    assert hand.tokens("a") != expected_output(PROMPT, 40), "the call waited for sequences of another"
+    update = hand.updater.open
+    assert update is not None
+    assert hand.done(hand.call(messages.Update, tensor=FromTensor("u", hand.segment.descriptor)))
+    assert hand.done(hand.call(messages.Commit, "u"))["version"] == 5
+
+
+def known(hand: HandEngine) -> str:
+    """The digest of the open update's manifest."""
+    assert hand.updater.open is not None
+    return hand.updater.open.reply.manifest_digest
+
+
+def test_a_rollback_waits_for_a_worker_that_reads_what_is_live(
+    hand: HandEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aborted update's worker hashed the slots while they were exchanged, and its sums were believed."""
+    hand.done(hand.push(5, keep_previous=True, skip_checksums=True))
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slowly(target: TinyTarget, names: list[str]) -> dict[str, int]:
+        found = slot_checksums(target, names)
+        reading.set()
+        assert go_on.wait(10)
+        return found
+
+    monkeypatch.setattr(live, "slot_checksums", slowly)
+    hand.push(6, update_id="u", staging=Staging.HOST)  # beside what was kept
+    hand.turn_until(reading.is_set)
+    hand.call(messages.AbortUpdate, "u")
+    rollback = hand.call(messages.Rollback, Inflight.KEEP)
+    for _ in range(3):
+        hand.engine.turn()
+    go_on.set()
+    assert hand.done(rollback)["version"] == 4
+    monkeypatch.setattr(live, "slot_checksums", slot_checksums)
+    hand.engine._flows._pool.shutdown(wait=True)
+    hand.updater._live.know()
+    assert hand.updater._live.known == slot_checksums(hand.target, hand.target.arena.slot_names)
