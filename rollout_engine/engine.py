@@ -37,7 +37,6 @@ from rollout_engine.sequence import Sequence
 from rollout_engine.update_flow import UpdateFlow
 from rollout_engine.update_records import UpdateRecords
 from rollout_engine.uploads import Uploads
-from weight_updater.errors import UpdateError
 from weight_updater.requests import MAX_STREAMS
 from weight_updater.updater import WeightUpdater
 
@@ -248,7 +247,7 @@ class Engine:
 
         try:
             result = self._calls[type(command)](command)
-        except (EngineError, UpdateError) as error:
+        except Exception as error:  # noqa: BLE001 - one command's fault must not end the loop
             self._uploads.drop(command.call_id)  # of a stream that no flow will take
             done(None, error)
             return

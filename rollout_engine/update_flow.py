@@ -32,6 +32,7 @@ from weight_updater.requests import (
     BeginUpdate,
     FromDistributed,
     Inflight,
+    UpdateReply,
 )
 from weight_updater.updater import WeightUpdater
 
@@ -193,16 +194,23 @@ class UpdateFlow:
             yield from self._check_base(opened)
         if not self._gate.parked_by_update:  # else a repeated call: what was settled stays counted
             self._settled = Settled()
-        if opened is not None and opened.adopt and not self._gate.parked_by_update:
-            self._num_working += 1
-            try:
-                self._settled = yield from self._settle(request.inflight, opened)
-            finally:
-                self._num_working -= 1
-            self._updater.check_open(opened)
-            yield from self._gate.park()  # the trainer may write from this reply on
-            self._updater.check_open(opened)
+        if opened is not None and opened.adopt:
+            yield from self._let_trainer_write(opened)
         return reply
+
+    def _let_trainer_write(self, update: OpenUpdate) -> Flow:
+        """Bring generation to a stand before the reply to begin, from which on the trainer may write."""
+        self._num_working += 1
+        try:
+            if not self._gate.parked_by_update:
+                update.held_back = True
+                self._settled = yield from self._settle(update.request.inflight, update)
+                self._updater.check_open(update)
+            yield from self._gate.park()
+            self._updater.check_open(update)
+        finally:
+            self._num_working -= 1
+        update.held_back = False
 
     def _check_base(self, update: OpenUpdate) -> Flow:
         """Refuse an adapter that was trained on other base weights; hashing those may take a while."""
@@ -311,6 +319,7 @@ class UpdateFlow:
         adapter = "" if opened.adapter is None else opened.adapter.name
         settled = self._settled
         parked_before = self._gate.parked_by_update
+        reply: UpdateReply | None = None
         self._num_working += 1
         try:
             if not parked_before:
@@ -320,13 +329,12 @@ class UpdateFlow:
                 yield from self._gate.park()
                 self._updater.check_open(opened)
             reply = self._updater.commit(update_id)
-        except UpdateError:
-            if not parked_before and self._updater.open is opened:
-                self._gate.unpark()
-            self._release_device()
-            raise
         finally:
             self._num_working -= 1
+            if reply is None:
+                if not parked_before and self._updater.open is opened:
+                    self._gate.unpark()
+                self._release_device()
         self._scheduler.on_commit(self._updater.commit_sequence)
         self._end_too_old(self._updater.version)  # sequences of adapters that other weights are under now
         return self._replies.complete(reply, settled, began_at)

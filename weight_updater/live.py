@@ -87,7 +87,10 @@ class LiveWeights:
         written = tuple(update.plan.written)
         full = update.plan.full  # then all that is known is about to be replaced
         before = self.known if full else {name: self.known[name] for name in written if name in self.known}
-        write = self._write(update)
+        try:
+            write = self._write(update)
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            raise UpdateRefused(Reason.NO_MEMORY, f"no room to prepare the write: {error}") from error
         recapture = update.request.recapture
         # What was received into the arena that is live already was hashed where it lies.
         expected = {} if update.in_adopted else update.expected

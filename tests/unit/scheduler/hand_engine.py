@@ -22,9 +22,10 @@ from weight_updater.shm import SharedSegment
 
 
 class News:
-    """The channel to a front: keeps what the engine says."""
+    """The channel to a front: keeps what the engine says. on_reply: called with each call's id."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_reply: Callable[[int], None]) -> None:
+        self.on_reply = on_reply
         self.replies: dict[int, messages.Reply] = {}
         self.outputs: list[messages.SequenceOutput] = []
         self.refused: list[messages.RequestRefused] = []
@@ -33,6 +34,7 @@ class News:
         for event in events:
             if isinstance(event, messages.Reply):
                 self.replies[event.call_id] = event
+                self.on_reply(event.call_id)
             elif isinstance(event, messages.Outputs):
                 self.outputs += event.outputs
             elif isinstance(event, messages.RequestRefused):
@@ -50,7 +52,7 @@ class Launched:
 
 
 class OverlappingRunner:
-    """Stands for a ModelRunner. on_launch: called with each batch."""
+    """Stands for a ModelRunner. resumed: the memory that was, in that order."""
 
     overlap = True
 
@@ -58,22 +60,27 @@ class OverlappingRunner:
         self.target = target
         self.model = FakeRunner(limits())
         self.forward_counts: dict[str, int] = {}
-        self.num_launched = 0
+        self.resumed: list[str] = []
 
     def launch(self, batch: ScheduleBatch) -> Launched:
-        self.num_launched += 1
         return Launched(self.model.forward(batch))
 
     def release_weights(self) -> int:
         return 0
 
-    def release_kv(self) -> int:
+    release_kv = release_graphs = release_weights
+
+    def resume_weights(self) -> int:
+        self.resumed.append("weights")
         return 0
 
-    def release_graphs(self) -> int:
+    def resume_kv(self) -> int:
+        self.resumed.append("kv_cache")
         return 0
 
-    resume_weights = resume_kv = resume_graphs = release_graphs
+    def resume_graphs(self) -> int:
+        self.resumed.append("graphs")
+        return 0
 
 
 class HandEngine:
@@ -83,7 +90,8 @@ class HandEngine:
         self.target = TinyTarget()
         self.updater = make_updater(self.target, device_staging=True, version=version)
         self.runner = OverlappingRunner(self.target)
-        self.news = News()
+        self.news = News(self._look)
+        self.was_in_flight: dict[int, bool] = {}  # a pass, when a call was answered
         channel: Any = self.news
         runner: Any = self.runner
         info: Any = lambda: None  # noqa: E731 - nobody asks
@@ -101,6 +109,9 @@ class HandEngine:
         )
         self.segment = SharedSegment.create(manifest_of(weights(1)).packed_offsets()[1])
         self._num_calls = 0
+
+    def _look(self, call_id: int) -> None:
+        self.was_in_flight[call_id] = self.engine._gate.in_flight
 
     def close(self) -> None:
         self.engine._flows.close()
@@ -126,8 +137,9 @@ class HandEngine:
         """A request for an update whose bytes then wait in `segment`."""
         tensors = weights(version)
         pack(self.segment, tensors)
-        asked = {"manifest": manifest_of(tensors), "staging": Staging.DEVICE, "inflight": Inflight.KEEP}
-        return BeginUpdate(Path.TENSOR, version=version, **asked | fields)
+        asked: dict[str, Any] = {"path": Path.TENSOR, "manifest": manifest_of(tensors)}
+        asked |= {"staging": Staging.DEVICE, "inflight": Inflight.KEEP}
+        return BeginUpdate(version=version, **asked | fields)
 
     def push(self, version: int, **fields: Any) -> int:
         """An update in one call."""

@@ -6,13 +6,15 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from rollout_engine import messages
 from tests.unit.scheduler.fake_model import expected_output
 from tests.unit.scheduler.hand_engine import HandEngine
-from tests.unit.weight_updater.tiny_target import TinyTarget
+from tests.unit.weight_updater.test_adopt import Trainer
+from tests.unit.weight_updater.tiny_target import TinyTarget, weights
 from weight_updater import live
-from weight_updater.requests import FromTensor, Inflight, Staging
+from weight_updater.requests import FromIpc, FromTensor, Inflight, Path, Staging
 from weight_updater.slot_scan import slot_checksums
 
 PROMPT = [3, 5, 8]
@@ -149,3 +151,91 @@ def test_a_rollback_waits_for_a_worker_that_reads_what_is_live(
     hand.engine._flows._pool.shutdown(wait=True)
     hand.updater._live.know()
     assert hand.updater._live.known == slot_checksums(hand.target, hand.target.arena.slot_names)
+
+
+def test_graphs_wait_for_what_they_are_captured_over(hand: HandEngine) -> None:
+    hand.done(hand.call(messages.ReleaseMemory, []))
+    hand.done(hand.call(messages.ResumeMemory, ["kv_cache", "graphs"]))
+    assert hand.runner.resumed == ["kv_cache"], "a pass would read weights that are not there"
+    hand.done(hand.call(messages.ResumeMemory, ["weights"]))
+    assert hand.runner.resumed == ["kv_cache", "weights", "graphs"]
+    hand.done(hand.push(5))
+    hand.done(hand.call(messages.ReleaseMemory, ["graphs", "kv_cache"]))
+    hand.done(hand.call(messages.ResumeMemory, ["graphs"]))
+    hand.done(hand.call(messages.ResumeMemory, ["kv_cache"]))
+    assert hand.runner.resumed[3:] == ["kv_cache", "graphs"]
+    hand.submit("a", max_tokens=3)
+    hand.turn_until(lambda: len(hand.tokens("a")) == 3)
+
+
+@pytest.fixture
+def trainer(hand: HandEngine) -> Iterator[Trainer]:
+    made = Trainer(hand.target.arena.nbytes)
+    yield made
+    made.close()
+
+
+def adopt(hand: HandEngine, trainer: Trainer, version: int, **fields: object) -> int:
+    """Lend the trainer's arena in one call; its id."""
+    trainer.train(hand.target, weights(version))
+    begin = hand.begin(version, path=Path.IPC, staging=Staging.NONE, adopt=True, **fields)
+    return hand.call(messages.Update, ipc=FromIpc("", (trainer.descriptor,)), begin=begin)
+
+
+def test_an_adopting_update_that_ends_before_its_trainer_may_write_is_refused(
+    hand: HandEngine, trainer: Trainer
+) -> None:
+    hand.done(adopt(hand, trainer, 5))
+    hand.submit("a", max_tokens=40)
+    hand.engine.turn()
+    request = hand.begin(6, path=Path.IPC, staging=Staging.NONE, adopt=True, inflight=Inflight.WAIT)
+    begin = hand.call(messages.Begin, request)
+    hand.turn_until(lambda: hand.engine._gate.num_draining == 1)
+    assert hand.updater.open is not None
+    abort = hand.call(messages.AbortUpdate, hand.updater.open.update_id)
+    assert hand.done(abort) == {"found": True, "torn": False}
+    assert hand.reply(begin).error is not None
+    hand.turn_until(lambda: len(hand.tokens("a")) == 40)
+    assert hand.tokens("a") == expected_output(PROMPT, 40), "generation goes on under the old weights"
+
+
+def test_no_trainer_writes_before_the_pass_in_flight_has_ended(hand: HandEngine, trainer: Trainer) -> None:
+    """Nor one whose call to begin is a repeated one."""
+    hand.done(adopt(hand, trainer, 5))
+    hand.submit("a", max_tokens=40)
+    hand.turn_until(lambda: hand.tokens("a"))
+    request = hand.begin(6, path=Path.IPC, staging=Staging.NONE, adopt=True, update_id="u")
+    calls = [hand.call(messages.Begin, request) for _ in range(2)]
+    for call in calls:
+        hand.done(call)
+        assert not hand.was_in_flight[call]
+    assert hand.done(hand.call(messages.AbortUpdate, "u"))["torn"], "now it may have written"
+
+
+def test_a_commit_that_finds_no_memory_to_prepare_in_refuses_and_lets_generation_go_on(
+    hand: HandEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(live, "CopyBorrowed", no_memory)
+    hand.submit("a", max_tokens=40)
+    hand.engine.turn()
+    begin = hand.begin(5, path=Path.IPC, staging=Staging.NONE)
+    push = hand.call(messages.Update, ipc=FromIpc("", (hand.segment.descriptor,)), begin=begin)
+    reply = hand.reply(push)
+    assert reply.error is not None
+    assert (reply.error.reason, hand.updater.open, hand.updater.torn_reason) == ("NO_MEMORY", None, "")
+    hand.turn_until(lambda: len(hand.tokens("a")) == 40)
+
+
+def test_a_fault_of_one_call_is_its_answer(hand: HandEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*_: object) -> dict[str, int]:
+        raise RuntimeError("an error of the driver")
+
+    hand.submit("a", max_tokens=10)
+    monkeypatch.setattr(hand.updater, "checksums", fault)
+    reply = hand.reply(hand.call(messages.GetChecksums, []))
+    assert reply.error is not None
+    assert (reply.error.reason, "RuntimeError" in reply.error.message) == ("INTERNAL", True)
+    hand.turn_until(lambda: len(hand.tokens("a")) == 10)
