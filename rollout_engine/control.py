@@ -45,6 +45,7 @@ class Control:
         self._uploads = uploads
         self._min_version = min_version
         self.released_tags: list[str] = []
+        self._num_continued = 0  # calls of ContinueGeneration
         self._graphs_wait = False  # they were to be resumed, but what they are captured over is not there
 
     # ------------------------------------------------------------ may it run?
@@ -83,11 +84,24 @@ class Control:
     def pause(self, command: messages.Pause) -> Flow:
         """Stop forward passes; replies when none runs any more."""
         if command.mode == "wait":
+            before = self._num_continued
             self._gate.num_draining += 1
             try:
-                yield Until(lambda: not self._scheduler.started or self._gate.paused_by_user)
+                yield Until(
+                    lambda: (
+                        not self._scheduler.started
+                        or self._gate.paused_by_user
+                        or self._num_continued > before
+                    )
+                )
             finally:
                 self._gate.num_draining -= 1
+            if self._num_continued > before:
+                raise EngineError(
+                    Reason.BUSY,
+                    "ContinueGeneration came while this pause waited for the sequences in flight, so nothing "
+                    "is paused",
+                )
             if self._scheduler.started:
                 raise EngineError(
                     Reason.BUSY,
@@ -107,8 +121,9 @@ class Control:
         return {"num_running": len(self._scheduler.running)}
 
     def resume(self, command: messages.Continue) -> None:
-        """Undo pause."""
+        """Undo pause, and what would be one."""
         self._gate.paused_by_user = False
+        self._num_continued += 1
 
     # ------------------------------------------------------------ cache and memory
 

@@ -86,18 +86,24 @@ class OverlappingRunner:
 class HandEngine:
     """An engine, and calls to it that wait for nothing."""
 
-    def __init__(self, *, min_version: int = 0, version: int = 4) -> None:
+    def __init__(
+        self,
+        *,
+        min_version: int = 0,
+        version: int = 4,
+        runner: Callable[[TinyTarget], OverlappingRunner] | None = None,
+    ) -> None:
         self.target = TinyTarget()
         self.updater = make_updater(self.target, device_staging=True, version=version)
-        self.runner = OverlappingRunner(self.target)
+        self.runner = (runner or OverlappingRunner)(self.target)
         self.news = News(self._look)
         self.was_in_flight: dict[int, bool] = {}  # a pass, when a call was answered
         channel: Any = self.news
-        runner: Any = self.runner
+        fake: Any = self.runner
         info: Any = lambda: None  # noqa: E731 - nobody asks
         self.scheduler = Scheduler(limits(), self.updater.adapters.book)
         self.engine = Engine(
-            runner=runner,
+            runner=fake,
             scheduler=self.scheduler,
             updater=self.updater,
             channel=channel,

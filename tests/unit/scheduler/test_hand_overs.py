@@ -153,6 +153,21 @@ def test_a_rollback_waits_for_a_worker_that_reads_what_is_live(
     assert hand.updater._live.known == slot_checksums(hand.target, hand.target.arena.slot_names)
 
 
+def test_a_pause_that_still_waits_is_undone_by_continue(hand: HandEngine) -> None:
+    """Whoever gave up waiting for it, and continued, had an engine that paused some seconds later."""
+    hand.submit("a", max_tokens=30)
+    hand.engine.turn()
+    pause = hand.call(messages.Pause, "wait")
+    hand.engine.turn()
+    hand.done(hand.call(messages.Continue))
+    reply = hand.reply(pause)
+    assert reply.error is not None
+    assert reply.error.reason == "BUSY"
+    hand.turn_until(lambda: len(hand.tokens("a")) == 30)
+    hand.submit("b", max_tokens=3)
+    hand.turn_until(lambda: len(hand.tokens("b")) == 3)
+
+
 def test_graphs_wait_for_what_they_are_captured_over(hand: HandEngine) -> None:
     hand.done(hand.call(messages.ReleaseMemory, []))
     hand.done(hand.call(messages.ResumeMemory, ["kv_cache", "graphs"]))
