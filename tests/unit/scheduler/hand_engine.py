@@ -29,6 +29,7 @@ class News:
         self.replies: dict[int, messages.Reply] = {}
         self.outputs: list[messages.SequenceOutput] = []
         self.refused: list[messages.RequestRefused] = []
+        self.taken: list[int] = []  # slots of the ring
 
     def send(self, *events: messages.Event) -> None:
         for event in events:
@@ -37,6 +38,8 @@ class News:
                 self.on_reply(event.call_id)
             elif isinstance(event, messages.Outputs):
                 self.outputs += event.outputs
+            elif isinstance(event, messages.ChunkTaken):
+                self.taken.append(event.slot)
             elif isinstance(event, messages.RequestRefused):
                 self.refused.append(event)
 
@@ -91,6 +94,7 @@ class HandEngine:
         *,
         min_version: int = 0,
         version: int = 4,
+        num_slots: int = 1,
         runner: Callable[[TinyTarget], OverlappingRunner] | None = None,
     ) -> None:
         self.target = TinyTarget()
@@ -107,7 +111,7 @@ class HandEngine:
             scheduler=self.scheduler,
             updater=self.updater,
             channel=channel,
-            uploads=Uploads(channel, 1, 4096, 10.0),
+            uploads=Uploads(channel, num_slots, 4096, 10.0),
             info=info,
             min_version=min_version,
             max_waiting=64,

@@ -1,11 +1,14 @@
-"""Commands at random moments of a loop whose workers run when they are told to: half a model never serves, every
-token is labelled by what sampled it, and whatever happened, the engine can be brought to serve again.
+"""Commands at random moments of a loop whose workers run when they are told to.
+
+Half a model never serves, tokens are labelled by what sampled them, and whatever happened, the engine can be
+brought to serve again and nothing is left of it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,10 +19,11 @@ from rollout_engine import messages
 from rollout_engine.batch.schedule import ScheduleBatch
 from tests.unit.scheduler.hand_engine import HandEngine, Launched, OverlappingRunner
 from tests.unit.weight_updater.tiny_target import TinyTarget, manifest_of, pack, weights
+from weight_updater import staging
 from weight_updater.requests import BeginUpdate, FromIpc, FromTensor, Inflight, Path, Staging
 from weight_updater.shm import SharedSegment
 
-NUM_ROUNDS = int(__import__('os').environ.get('ROUNDS', 40))
+NUM_ROUNDS = 60
 NUM_COMMANDS = 60
 LOADED = 4
 """The version that is there at the start."""
@@ -61,7 +65,7 @@ class WatchfulRunner(OverlappingRunner):
         assert (batch.weight_version, batch.commit_sequence) == (updater.version, updater.commit_sequence)
         seed = 0 if batch.weight_version == LOADED else batch.weight_version
         for name, value in weights_of(seed).items():
-            assert torch.equal(self.target.slot(name), value), f"{name} is not of version {batch.weight_version}"
+            assert torch.equal(self.target.slot(name), value), f"{name} is not of {batch.weight_version}"
         return super().launch(batch)
 
 
@@ -77,7 +81,7 @@ class Storm:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.hand = HandEngine(runner=WatchfulRunner)
+        self.hand = HandEngine(runner=WatchfulRunner, num_slots=8 * NUM_COMMANDS)
         self.hand.runner.hand = self.hand  # type: ignore[attr-defined]
         self.pool = LatePool()
         self.hand.engine._flows._pool.shutdown()
@@ -87,6 +91,17 @@ class Storm:
         self.calls: list[int] = []
         self.requests: list[str] = []
         self.sequence = 0
+        self.next_slot = 0
+        self.faults = 0  # the next copies; the last of them fails
+
+    def copy_bytes(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy at a commit; one of those to come may fail, before or after it has written something."""
+        self.faults -= 1
+        if self.faults == 0:
+            if self.random.random() < 0.5:
+                destination[: destination.numel() // 2].copy_(source[: destination.numel() // 2])
+            raise RuntimeError("a copy failed")
+        destination.copy_(source)
 
     def close(self) -> None:
         self.hand.close()
@@ -118,6 +133,9 @@ class Storm:
         staging = chosen((Staging.DEVICE, Staging.DEVICE, Staging.HOST, Staging.NONE))
         keep = chosen((True, False)) and staging is not Staging.NONE
         update_id = chosen(("a", "b", ""))
+        if not update_id and path is Path.TENSOR and chosen((True, False)):
+            self.stream(version, chosen((True, True, False)))
+            return
         begin = BeginUpdate(
             path,
             update_id=update_id,
@@ -144,6 +162,29 @@ class Storm:
             update = {"ipc": FromIpc("", (bytes_of,))}
         self.calls.append(self.hand.call(messages.Update, begin=begin, **update))
 
+    def stream(self, version: int, complete: bool) -> None:
+        """An update in one call whose bytes come as chunks, perhaps not all of them."""
+        uploads = self.hand.engine._uploads
+        tensors = weights_of(version)
+        begin = BeginUpdate(
+            Path.TENSOR,
+            version=version,
+            manifest=manifest_of(tensors),
+            staging=self.random.choice((Staging.DEVICE, Staging.NONE)),
+            inflight=self.random.choice(list(Inflight)),
+        )
+        call = self.hand.call(messages.Update, tensor=FromTensor(""), begin=begin)
+        self.calls.append(call)
+        uploads.open(call)
+        for index, value in enumerate(tensors.values()):
+            slot = uploads.front_ring.slot(self.next_slot, value.nbytes)
+            slot.copy_(value.reshape(-1).view(torch.uint8))
+            uploads.file(messages.Chunk(call, index, 0, self.next_slot, value.nbytes))
+            self.next_slot += 1
+            if not complete and index == 2:
+                break
+        uploads.file(messages.EndOfChunks(call, complete=complete))
+
     def submit(self) -> None:
         name = f"r{len(self.requests)}"
         self.requests.append(name)
@@ -152,7 +193,9 @@ class Storm:
 
     def command(self) -> None:
         chosen = self.random.choice
-        what = chosen(("submit", "submit", "push", "push", "step", "step", "rollback", "pause", "sleep", "end"))
+        what = chosen(("submit", "submit", "push", "push", "push", "step", "step", "rollback"))
+        if self.random.random() < 0.3:
+            what = chosen(("pause", "sleep", "end", "fault", "late"))
         call = lambda *a: self.calls.append(self.hand.call(*a))  # noqa: E731
         if what == "submit":
             self.submit()
@@ -170,6 +213,10 @@ class Storm:
         elif what == "sleep":
             tags = chosen((["weights"], ["kv_cache"], ["graphs"], []))
             call(chosen((messages.ReleaseMemory, messages.ResumeMemory)), tags)
+        elif what == "fault":
+            self.faults = self.random.randint(1, 4)
+        elif what == "late":
+            self.hand.engine._updates.tick(time.monotonic() + 1000)
         elif self.requests:
             self.hand.put(messages.AbortRequests([chosen(self.requests)]))
 
@@ -183,7 +230,7 @@ class Storm:
 
     def settle(self) -> None:
         """Undo what keeps an engine from serving, and push weights that are right."""
-        hand = self.hand
+        hand, self.faults = self.hand, 0
         hand.call(messages.Continue)
         hand.call(messages.ResumeMemory, [])
         for _ in range(400):
@@ -197,11 +244,10 @@ class Storm:
         unanswered = [call for call in self.calls if call not in hand.news.replies]
         assert not unanswered, f"{len(unanswered)} calls are not answered"
         self.version = max(self.version, hand.updater._live.highest) + 1
-        last = hand.call(
-            messages.Update,
-            tensor=FromTensor("", self.segment(self.version, spoil=False).descriptor),
-            begin=BeginUpdate(Path.TENSOR, version=self.version, manifest=manifest_of(weights_of(self.version))),
-        )
+        manifest = manifest_of(weights_of(self.version))
+        whole = FromTensor("", self.segment(self.version, spoil=False).descriptor)
+        begin = BeginUpdate(Path.TENSOR, version=self.version, manifest=manifest)
+        last = hand.call(messages.Update, tensor=whole, begin=begin)
         hand.submit("last", max_tokens=3, min_version=0)
         for _ in range(60):
             while self.pool.waiting:
@@ -221,6 +267,7 @@ class Storm:
         assert not updates._clearing
         assert engine._flows._waiting == []
         assert hand.updater._receivers.mappings.pinned == set()
+        assert sorted(hand.news.taken) == list(range(self.next_slot)), "each slot comes back once"
         assert hand.scheduler.is_idle
         hand.scheduler.check()
         assert engine._requests._live == {}
@@ -230,8 +277,9 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(NUM_ROUNDS))
-def test_whatever_comes_in_whatever_order(seed: int) -> None:
+def test_whatever_comes_in_whatever_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     storm = Storm(seed)
+    monkeypatch.setattr(staging, "copy_bytes", storm.copy_bytes)
     try:
         for _ in range(NUM_COMMANDS):
             storm.command()
