@@ -18,12 +18,13 @@ import torch
 from rollout_engine import messages
 from rollout_engine.batch.schedule import ScheduleBatch
 from tests.unit.scheduler.hand_engine import HandEngine, Launched, OverlappingRunner
-from tests.unit.weight_updater.tiny_target import TinyTarget, manifest_of, pack, weights
+from tests.unit.weight_updater.tiny_target import SHAPES, TinyTarget, manifest_of, pack, weights
 from weight_updater import staging
 from weight_updater.requests import BeginUpdate, FromIpc, FromTensor, Inflight, Path, Staging
 from weight_updater.shm import SharedSegment
+from weight_updater.slot_scan import slot_checksums
 
-NUM_ROUNDS = 60
+NUM_ROUNDS = 30
 NUM_COMMANDS = 60
 LOADED = 4
 """The version that is there at the start."""
@@ -57,14 +58,14 @@ class WatchfulRunner(OverlappingRunner):
     def __init__(self, target: TinyTarget) -> None:
         super().__init__(target)
         self.hand: HandEngine | None = None
+        self.contents = {LOADED: weights_of(0)}  # version -> all weights
 
     def launch(self, batch: ScheduleBatch) -> Launched:
         assert self.hand is not None
         updater = self.hand.updater
         assert updater.torn_reason == ""
         assert (batch.weight_version, batch.commit_sequence) == (updater.version, updater.commit_sequence)
-        seed = 0 if batch.weight_version == LOADED else batch.weight_version
-        for name, value in weights_of(seed).items():
+        for name, value in self.contents[batch.weight_version].items():
             assert torch.equal(self.target.slot(name), value), f"{name} is not of {batch.weight_version}"
         return super().launch(batch)
 
@@ -82,7 +83,12 @@ class Storm:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.hand = HandEngine(runner=WatchfulRunner, num_slots=8 * NUM_COMMANDS)
-        self.hand.runner.hand = self.hand  # type: ignore[attr-defined]
+        runner = self.hand.runner
+        assert isinstance(runner, WatchfulRunner)
+        runner.hand, self.contents = self.hand, runner.contents
+        self.partial: set[int] = set()  # versions that bring some tensors only
+        self.publish = self.hand.updater._live._publish
+        self.hand.updater._live._publish = self.published  # type: ignore[method-assign]
         self.pool = LatePool()
         self.hand.engine._flows._pool.shutdown()
         self.hand.engine._flows._pool = self.pool  # type: ignore[assignment]
@@ -109,14 +115,29 @@ class Storm:
             segment.close()
             segment.unlink()
 
+    def published(self, version: int) -> None:
+        """A version becomes live: what does it consist of?"""
+        if version not in self.contents:
+            before = self.contents[self.hand.updater.version] if version in self.partial else {}
+            self.contents[version] = before | self.brought(version)
+        self.publish(version)
+
+    def brought(self, version: int) -> dict[str, torch.Tensor]:
+        """The tensors that an update to `version` brings."""
+        names = list(SHAPES)[version % 3 :: 3] if version in self.partial else SHAPES
+        return {name: weights_of(version)[name] for name in names}
+
     def turn(self) -> None:
         self.hand.engine._inbox.put(None)  # a loop that is idle sleeps otherwise
         self.hand.engine.turn()
         assert self.hand.updater.commit_sequence >= self.sequence
         self.sequence = self.hand.updater.commit_sequence
+        if not self.hand.updater.torn_reason and not self.hand.engine._gate.parked_by_update:
+            known = self.hand.updater._live.known
+            assert known == slot_checksums(self.hand.target, list(known)), "what is proven of the slots"
 
     def segment(self, version: int, *, spoil: bool) -> SharedSegment:
-        tensors = dict(weights_of(version))
+        tensors = self.brought(version)
         made = SharedSegment.create(manifest_of(tensors).packed_offsets()[1])
         pack(made, tensors)
         if spoil:
@@ -129,6 +150,8 @@ class Storm:
         chosen = self.random.choice
         if chosen((True, True, False)) or self.version == LOADED:
             self.version += 1
+            if chosen((True, False, False)):
+                self.partial.add(self.version)
         version, path = self.version, chosen((Path.TENSOR, Path.IPC))
         staging = chosen((Staging.DEVICE, Staging.DEVICE, Staging.HOST, Staging.NONE))
         keep = chosen((True, False)) and staging is not Staging.NONE
@@ -140,7 +163,8 @@ class Storm:
             path,
             update_id=update_id,
             version=version,
-            manifest=manifest_of(weights_of(version)),
+            manifest=manifest_of(self.brought(version)),
+            partial=version in self.partial,
             staging=staging,
             inflight=chosen(list(Inflight)),
             keep_previous=keep,
@@ -165,11 +189,12 @@ class Storm:
     def stream(self, version: int, complete: bool) -> None:
         """An update in one call whose bytes come as chunks, perhaps not all of them."""
         uploads = self.hand.engine._uploads
-        tensors = weights_of(version)
+        tensors = self.brought(version)
         begin = BeginUpdate(
             Path.TENSOR,
             version=version,
             manifest=manifest_of(tensors),
+            partial=version in self.partial,
             staging=self.random.choice((Staging.DEVICE, Staging.NONE)),
             inflight=self.random.choice(list(Inflight)),
         )
@@ -181,7 +206,7 @@ class Storm:
             slot.copy_(value.reshape(-1).view(torch.uint8))
             uploads.file(messages.Chunk(call, index, 0, self.next_slot, value.nbytes))
             self.next_slot += 1
-            if not complete and index == 2:
+            if not complete and index == 0:
                 break
         uploads.file(messages.EndOfChunks(call, complete=complete))
 
