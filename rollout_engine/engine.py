@@ -25,7 +25,7 @@ from rollout_engine.batch.schedule import ScheduleBatch
 from rollout_engine.channel import Channel
 from rollout_engine.control import Control
 from rollout_engine.errors import EngineError
-from rollout_engine.flows import NUM_WORKERS, FlowRunner
+from rollout_engine.flows import NUM_WORKERS, Flow, FlowRunner, Until
 from rollout_engine.gate import Gate
 from rollout_engine.receiver_links import ReceiverLinks
 from rollout_engine.replies import error_info, to_builtins
@@ -287,6 +287,11 @@ class Engine:
 
         return guarded
 
+    def _release_memory(self, command: messages.ReleaseMemory) -> Flow:
+        """Release memory, but not under a worker that still reads it for an update that has ended."""
+        yield Until(lambda: self._updater.open is not None or not self._updates.is_at_work)
+        return self._control.release_memory(command)
+
     def _call_table(self) -> dict[type[messages.Call], Callable[[Any], Any]]:
         """What answers each call: a result, or a flow that will have one."""
         updates, control, updater = self._updates, self._control, self._updater
@@ -294,7 +299,7 @@ class Engine:
             messages.Pause: control.pause,
             messages.Continue: control.resume,
             messages.FlushCache: control.flush_cache,
-            messages.ReleaseMemory: control.release_memory,
+            messages.ReleaseMemory: self._release_memory,
             messages.ResumeMemory: control.resume_memory,
             messages.GetInfo: lambda _: self._info(),
             messages.Begin: self._awake(updates.begin),

@@ -81,6 +81,11 @@ class UpdateFlow:
         self._num_working = 0  # flows at work on the open update; its lease waits for them
         self._settled = Settled()
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a worker may be at the weights, or at staging memory; also for an update that has ended."""
+        return bool(self._num_working or self._num_receiving)
+
     def begin(self, command: messages.Begin) -> Flow:
         """Open an update; the reply means that nothing about it can be known to fail yet."""
         return (yield from self._begin(command.request))

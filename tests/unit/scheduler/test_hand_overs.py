@@ -183,6 +183,31 @@ def test_graphs_wait_for_what_they_are_captured_over(hand: HandEngine) -> None:
     hand.turn_until(lambda: len(hand.tokens("a")) == 3)
 
 
+def test_no_memory_is_released_under_a_worker_of_an_update_that_was_aborted(
+    hand: HandEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU what is released is unmapped, and whoever reads it then ends the process."""
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slowly(target: TinyTarget, names: list[str]) -> dict[str, int]:
+        reading.set()
+        assert go_on.wait(10)
+        return slot_checksums(target, names)
+
+    monkeypatch.setattr(live, "slot_checksums", slowly)
+    hand.done(hand.call(messages.Begin, hand.begin(5, update_id="u")))
+    hand.done(hand.call(messages.Update, tensor=FromTensor("u", hand.segment.descriptor)))
+    hand.call(messages.Prepare, "u", 5.0)
+    hand.turn_until(reading.is_set)
+    assert hand.done(hand.call(messages.AbortUpdate, "u"))["found"]
+    release = hand.call(messages.ReleaseMemory, ["weights"])
+    for _ in range(5):
+        hand.engine.turn()
+    assert release not in hand.news.replies
+    go_on.set()
+    hand.done(release)
+
+
 @pytest.fixture
 def trainer(hand: HandEngine) -> Iterator[Trainer]:
     made = Trainer(hand.target.arena.nbytes)
