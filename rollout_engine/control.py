@@ -45,6 +45,8 @@ class Control:
         self._uploads = uploads
         self._min_version = min_version
         self.released_tags: list[str] = []
+        self._num_continued = 0  # calls of ContinueGeneration
+        self._graphs_wait = False  # they were to be resumed, but what they are captured over is not there
 
     # ------------------------------------------------------------ may it run?
 
@@ -82,11 +84,24 @@ class Control:
     def pause(self, command: messages.Pause) -> Flow:
         """Stop forward passes; replies when none runs any more."""
         if command.mode == "wait":
+            before = self._num_continued
             self._gate.num_draining += 1
             try:
-                yield Until(lambda: not self._scheduler.started or self._gate.paused_by_user)
+                yield Until(
+                    lambda: (
+                        not self._scheduler.started
+                        or self._gate.paused_by_user
+                        or self._num_continued > before
+                    )
+                )
             finally:
                 self._gate.num_draining -= 1
+            if self._num_continued > before:
+                raise EngineError(
+                    Reason.BUSY,
+                    "ContinueGeneration came while this pause waited for the sequences in flight, so nothing "
+                    "is paused",
+                )
             if self._scheduler.started:
                 raise EngineError(
                     Reason.BUSY,
@@ -106,8 +121,9 @@ class Control:
         return {"num_running": len(self._scheduler.running)}
 
     def resume(self, command: messages.Continue) -> None:
-        """Undo pause."""
+        """Undo pause, and what would be one."""
         self._gate.paused_by_user = False
+        self._num_continued += 1
 
     # ------------------------------------------------------------ cache and memory
 
@@ -147,15 +163,23 @@ class Control:
         return {"bytes": released}
 
     def resume_memory(self, command: messages.ResumeMemory) -> dict[str, Any]:
-        """Take memory again. Weights come back without contents: a full update must commit."""
-        tags = self._known_tags(command.tags or list(self.released_tags))
+        """Take memory again. Weights come back without contents: a full update must commit.
+
+        Graphs are captured with passes over weights and KV pool, so they wait until both are there.
+        """
+        tags = set(self._known_tags(command.tags or list(self.released_tags)))
+        if self._graphs_wait:
+            tags.add("graphs")
+        if "graphs" in tags and any(tag in self.released_tags for tag in set(MEMORY_TAGS) - tags):
+            tags.remove("graphs")
+            self._graphs_wait = "graphs" in self.released_tags
         try:
             resumed = sum(self._resume(tag) for tag in sorted(tags, key=MEMORY_TAGS.index))
         except torch.OutOfMemoryError as error:
             raise UpdateRefused(
                 UpdateReason.NO_MEMORY,
-                f"the device has not enough memory free to resume {', '.join(tags)}; free some, and call "
-                f"ResumeMemoryOccupation again ({error})",
+                f"the device has not enough memory free to resume {', '.join(sorted(tags))}; free some, and "
+                f"call ResumeMemoryOccupation again ({error})",
             ) from error
         return {"bytes": resumed, "needs_update": bool(self._updater.torn_reason)}
 
@@ -175,6 +199,7 @@ class Control:
             resumed += self._runner.resume_kv()
         else:
             resumed += self._runner.resume_graphs()
+            self._graphs_wait = False
         self.released_tags.remove(tag)
         return resumed
 

@@ -25,7 +25,7 @@ from rollout_engine.batch.schedule import ScheduleBatch
 from rollout_engine.channel import Channel
 from rollout_engine.control import Control
 from rollout_engine.errors import EngineError
-from rollout_engine.flows import NUM_WORKERS, FlowRunner
+from rollout_engine.flows import NUM_WORKERS, Flow, FlowRunner, Until
 from rollout_engine.gate import Gate
 from rollout_engine.receiver_links import ReceiverLinks
 from rollout_engine.replies import error_info, to_builtins
@@ -37,7 +37,6 @@ from rollout_engine.sequence import Sequence
 from rollout_engine.update_flow import UpdateFlow
 from rollout_engine.update_records import UpdateRecords
 from rollout_engine.uploads import Uploads
-from weight_updater.errors import UpdateError
 from weight_updater.requests import MAX_STREAMS
 from weight_updater.updater import WeightUpdater
 
@@ -79,7 +78,7 @@ class Engine:
         num_workers = NUM_WORKERS + MAX_STREAMS
         self._flows = FlowRunner(wake=lambda: self._inbox.put(None), num_workers=num_workers)
         self._gate = Gate()
-        self._requests = RequestTable(scheduler, max_waiting)
+        self._requests = RequestTable(scheduler, max_waiting, min_version)
         self._records = UpdateRecords(updater)
         self._updates = UpdateFlow(
             updater,
@@ -90,6 +89,7 @@ class Engine:
             self._requests.end_too_old,
             copy_bytes_per_second,
             self._records,
+            lambda: self._control.check_awake(),
         )
         self._control = Control(self._gate, scheduler, self._requests, runner, updater, uploads, min_version)
         self._in_flight: tuple[ScheduleBatch, PendingStep] | None = None
@@ -110,16 +110,20 @@ class Engine:
         if self._links is not None:
             self._links.start()
         while not self._should_stop():
-            self._take_commands()
-            self._flows.turn()
-            now = time.monotonic()
-            self._updates.tick(now)
-            self._requests.expire(now, self._updater.version)
-            self._step()
-            self._tell()
+            self.turn()
         self._flows.close()
         self._updater.close()
         self._uploads.close()
+
+    def turn(self) -> None:
+        """LOOP. Take commands, advance flows, run a step, tell what is new."""
+        self._take_commands()
+        self._flows.turn()
+        now = time.monotonic()
+        self._updates.tick(now)
+        self._requests.expire(now, self._updater.version)
+        self._step()
+        self._tell()
 
     def _should_stop(self) -> bool:
         if self._stop_at == float("inf"):
@@ -243,7 +247,7 @@ class Engine:
 
         try:
             result = self._calls[type(command)](command)
-        except (EngineError, UpdateError) as error:
+        except Exception as error:  # noqa: BLE001 - one command's fault must not end the loop
             self._uploads.drop(command.call_id)  # of a stream that no flow will take
             done(None, error)
             return
@@ -283,6 +287,11 @@ class Engine:
 
         return guarded
 
+    def _release_memory(self, command: messages.ReleaseMemory) -> Flow:
+        """Release memory, but not under a worker that still reads it for an update that has ended."""
+        yield Until(lambda: self._updater.open is not None or not self._updates.is_at_work)
+        return self._control.release_memory(command)
+
     def _call_table(self) -> dict[type[messages.Call], Callable[[Any], Any]]:
         """What answers each call: a result, or a flow that will have one."""
         updates, control, updater = self._updates, self._control, self._updater
@@ -290,7 +299,7 @@ class Engine:
             messages.Pause: control.pause,
             messages.Continue: control.resume,
             messages.FlushCache: control.flush_cache,
-            messages.ReleaseMemory: control.release_memory,
+            messages.ReleaseMemory: self._release_memory,
             messages.ResumeMemory: control.resume_memory,
             messages.GetInfo: lambda _: self._info(),
             messages.Begin: self._awake(updates.begin),

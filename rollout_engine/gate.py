@@ -17,6 +17,7 @@ class Gate:
     in_flight: bool = False  # a forward pass was launched and its results are not taken in yet
     num_draining: int = 0  # somebody waits until sequences in flight have finished
     draining_adapters: list[str] = dataclasses.field(default_factory=list)  # .. those of these adapters
+    rolling_back: bool = False  # a rollback has parked: no update may begin
     parked_at: float = 0.0
 
     @property

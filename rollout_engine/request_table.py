@@ -19,10 +19,12 @@ class RequestTable:
 
     Args:
         max_waiting: sequences that may wait at once.
+        min_version: no older weights may sample anything.
     """
 
-    def __init__(self, scheduler: Scheduler, max_waiting: int) -> None:
+    def __init__(self, scheduler: Scheduler, max_waiting: int, min_version: int = 0) -> None:
         self._scheduler = scheduler
+        self._min_version = min_version
         self._max_waiting = max_waiting
         self._live: dict[str, list[Sequence]] = {}
         self._outputs: list[messages.SequenceOutput] = []
@@ -139,8 +141,9 @@ class RequestTable:
 
     def _refusal(self, sequence: Sequence, weight_version: int) -> EngineError | None:
         """Why these weights may not sample a live sequence, or None."""
-        if sequence.min_version > weight_version:
-            return too_old(sequence.min_version, weight_version)
+        wanted = max(sequence.min_version, self._min_version)
+        if wanted > weight_version:
+            return too_old(wanted, weight_version)
         return adapter_refusal(self._scheduler.adapters, sequence.adapter, sequence.min_adapter_version)
 
     def finish(self, sequence: Sequence, reason: str, error: str, weight_version: int) -> None:

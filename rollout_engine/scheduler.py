@@ -12,6 +12,7 @@ the next batch may be made up while one is in flight. `process` takes the result
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Collection, Iterator
 
@@ -146,6 +147,8 @@ class Scheduler:
             grown = self._grow(sequence, num_tokens)
             assert grown, "admission counted the pages"
             budget -= num_tokens
+            if sequence.num_first_cached < 0:
+                sequence.num_first_cached = sequence.num_cached
             if not sequence.num_preemptions:
                 self.work.admit(len(sequence.prompt_ids), sequence.num_cached)
             yield sequence, num_tokens
@@ -158,7 +161,8 @@ class Scheduler:
         """Give a waiting sequence the pages that hold the start of it already."""
         leader = sequence.leader
         key = sequence.kv_key = self._key(sequence, commit_sequence)
-        if leader is not None and sequence.wants_prompt_logprobs and not leader.wants_prompt_logprobs:
+        scored = leader is not None and leader.finish_reason != "error" and not leader.wants_prompt_logprobs
+        if leader is not None and scored and sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs = list(leader.prompt_logprobs)
             sequence.spans = list(leader.spans) if sequence.samples_nothing else []
         if sequence.wants_prompt_logprobs:
@@ -173,8 +177,6 @@ class Scheduler:
             for page in sequence.pages:
                 self.prefix.hold(page)
         sequence.num_cached = sequence.num_computed = len(sequence.pages) * self.limits.page_size
-        if sequence.num_first_cached < 0:
-            sequence.num_first_cached = sequence.num_cached
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give `sequence` pages for `num_tokens` more tokens, preempting later ones if need be.
@@ -250,7 +252,7 @@ class Scheduler:
             start = len(sequence.prompt_logprobs)
             sequence.label(start, batch.weight_version, batch.commit_sequence, batch.adapter(row))
         sequence.prompt_logprobs.extend(logprobs)
-        if any(value != value for value in logprobs):
+        if not all(map(math.isfinite, logprobs)):
             _fail_nonfinite(sequence)
             told[sequence.id] = sequence
 

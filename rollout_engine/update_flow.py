@@ -13,11 +13,11 @@ the one receiver that the slots are lent to while the loop is parked).
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from rollout_engine import messages
 from rollout_engine.flows import Flow, OffLoop, Until
+from rollout_engine.full_replies import FullReplies
 from rollout_engine.gate import Gate, Settled
 from rollout_engine.scheduler import Scheduler
 from rollout_engine.sequence import Sequence
@@ -32,17 +32,9 @@ from weight_updater.requests import (
     BeginUpdate,
     FromDistributed,
     Inflight,
-    Path,
-    StageSeconds,
-    Staging,
     UpdateReply,
-    UpdateState,
 )
 from weight_updater.updater import WeightUpdater
-
-MAX_REMEMBERED = 64
-"""Committed updates whose reply is kept for callers that ask again; at least as many as WeightUpdater's."""
-
 
 MAY_COME_AGAIN = (Reason.WRONG_STATE, Reason.MANIFEST_UNKNOWN)
 """Why a call that commits what another call began may be refused without ending the update."""
@@ -57,6 +49,7 @@ class UpdateFlow:
             min_version is above the version given, or their adapter was pushed over others.
         copy_bytes_per_second: of one plain copy on this device, measured at start (the floor).
         records: is told of each update that opens, and how it ends.
+        check_awake: raises EngineError while the weights' memory is released.
     """
 
     def __init__(
@@ -69,6 +62,7 @@ class UpdateFlow:
         end_too_old: Callable[[int], None],
         copy_bytes_per_second: float,
         records: UpdateRecords,
+        check_awake: Callable[[], None] = lambda: None,
     ) -> None:
         self._updater = updater
         self._scheduler = scheduler
@@ -77,15 +71,20 @@ class UpdateFlow:
         self._finish = finish
         self._settler = Settler(gate, scheduler, finish)
         self._end_too_old = end_too_old
-        self._copy_bytes_per_second = copy_bytes_per_second
+        self._replies = FullReplies(updater, gate, records, copy_bytes_per_second)
         self._records = records
+        self._check_awake = check_awake
         self._num_receiving = 0
-        self._feeds: dict[int, str] = {}  # calls that bring an update's bytes -> the update
+        self._feeds: dict[int, OpenUpdate] = {}  # calls that bring an update's bytes -> the update
         self._clearing = False  # one of them brings the sequences in flight out of the way
         self._receiving_group = ""
         self._num_working = 0  # flows at work on the open update; its lease waits for them
         self._settled = Settled()
-        self._completed: OrderedDict[str, UpdateReply] = OrderedDict()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a worker may be at the weights, or at staging memory; also for an update that has ended."""
+        return bool(self._num_working or self._num_receiving)
 
     def begin(self, command: messages.Begin) -> Flow:
         """Open an update; the reply means that nothing about it can be known to fail yet."""
@@ -102,9 +101,9 @@ class UpdateFlow:
             if command.begin is None:
                 yield Until(lambda: not self._num_working)  # as in `_commit`
                 return (yield from self._rest(command.call_id, request, MAY_COME_AGAIN))
-            if command.begin.update_id and (done := self._replay(command.begin.update_id)):
+            if command.begin.update_id and (done := self._replies.again(command.begin.update_id)):
                 return done
-            begun = yield from self._begin(command.begin)
+            begun: BeginReply = yield from self._begin(command.begin)
             request = dataclasses.replace(request, update_id=begun.update_id)
             return (yield from self._rest(command.call_id, request))
         finally:
@@ -112,12 +111,13 @@ class UpdateFlow:
 
     def _rest(self, call_id: int, request: messages.FromAny, forgiven: Collection[Reason] = ()) -> Flow:
         """All of an update's life after its begin; what fails ends it, but for the `forgiven` reasons."""
+        update = self._open(request.update_id)
         try:
             yield from self._receive(call_id, request, alone=True)
-            return (yield from self._commit(request.update_id))
+            return (yield from self._commit(request.update_id, update))
         except UpdateError as error:
             if error.reason not in forgiven:
-                self._end_failed(request.update_id, error)
+                self._end_failed(update, error)
             raise
 
     def prepare(self, command: messages.Prepare) -> Flow:
@@ -144,19 +144,23 @@ class UpdateFlow:
         """Bring the previous version back."""
         self._updater.check_rollback()  # before a sequence is disturbed
         self._settler.refuse_endless_wait(command.inflight, "")
-        began_at = self._records.now()
-        settled = yield from self._settle(command.inflight)
-        self._updater.check_rollback()  # an update that began meanwhile may hold the device
-        yield from self._gate.park()
+        began_at, meant = self._records.now(), self._updater.commit_sequence
+        settled = yield from self._settler.settle(command.inflight, "", lambda: False)
+        yield Until(lambda: not self._gate.rolling_back)
+        self._updater.check_rollback(meant)  # an update may have begun meanwhile, or committed
+        self._gate.rolling_back = True  # and none may begin until this has ended
         try:
-            self._updater.check_rollback()
+            yield Until(lambda: not self._num_working)  # a worker may still read what is live
+            yield from self._gate.park()
             reply = self._updater.rollback()
         except UpdateError:
-            self._release_device()
+            self._gate.unpark()
             raise
+        finally:
+            self._gate.rolling_back = False
         self._scheduler.on_commit(self._updater.commit_sequence)
         self._end_too_old(self._updater.version)  # before a forward pass can run them
-        return self._complete(reply, settled, began_at)
+        return self._replies.complete(reply, settled, began_at)
 
     def tick(self, now: float) -> None:
         """Once in each turn: leases, and what an update's end leaves behind."""
@@ -178,10 +182,12 @@ class UpdateFlow:
             if request.adapter is not None:
                 asked = request
                 request = yield OffLoop(lambda: self._updater.adapters.complete(asked))
-            if _is_known_by_name(request):
+            if request.is_known_by_name:
                 manifest = self._updater.resolve(request)
             else:
                 manifest = yield OffLoop(lambda: self._updater.resolve(request))
+            yield Until(lambda: not self._gate.rolling_back)
+            self._check_awake()  # memory may have been released meanwhile
             paused = self._gate.paused_by_user
             reply: BeginReply = self._updater.begin(request, manifest, paused=paused)
         except UpdateError as error:
@@ -193,16 +199,23 @@ class UpdateFlow:
             yield from self._check_base(opened)
         if not self._gate.parked_by_update:  # else a repeated call: what was settled stays counted
             self._settled = Settled()
-        if opened is not None and opened.adopt and not self._gate.parked_by_update:
-            self._num_working += 1
-            try:
-                self._settled = yield from self._settle(request.inflight, reply.update_id)
-            finally:
-                self._num_working -= 1
-            self._require_open(reply.update_id)
-            yield from self._gate.park()  # the trainer may write from this reply on
-            self._require_open(reply.update_id)
+        if opened is not None and opened.adopt:
+            yield from self._let_trainer_write(opened)
         return reply
+
+    def _let_trainer_write(self, update: OpenUpdate) -> Flow:
+        """Bring generation to a stand before the reply to begin, from which on the trainer may write."""
+        self._num_working += 1
+        try:
+            if not self._gate.parked_by_update:
+                update.held_back = True
+                self._settled = yield from self._settle(update.request.inflight, update)
+                self._updater.check_open(update)
+            yield from self._gate.park()
+            self._updater.check_open(update)
+        finally:
+            self._num_working -= 1
+        update.held_back = False
 
     def _check_base(self, update: OpenUpdate) -> Flow:
         """Refuse an adapter that was trained on other base weights; hashing those may take a while."""
@@ -210,32 +223,32 @@ class UpdateFlow:
         try:
             yield OffLoop(lambda: self._updater.adapters.check_base(update))
         except UpdateError as error:
-            self._end_failed(update.update_id, error)
+            self._end_failed(update, error)
             raise
         finally:
             self._num_working -= 1
-        self._require_open(update.update_id)  # somebody may have aborted it meanwhile
+        self._updater.check_open(update)  # somebody may have aborted it meanwhile
 
     def _receive(self, call_id: int, request: messages.FromAny, *, alone: bool = False) -> Flow:
         """Bring bytes in. alone: nothing else will come for the update; the worker that has brought them in
         verifies them too, and nothing is told.
         """
-        if request.update_id and (done := self._replay(request.update_id)):
+        if request.update_id and (done := self._replies.again(request.update_id)):
             return done
         opened = self._updater.open
         if opened is not None and opened.writes_live and not self._gate.parked_by_update:
             self._settler.refuse_endless_wait(opened.request.inflight, "")
         chunks = self._uploads.chunks(call_id) if self._uploads.is_open(call_id) else None
         receive = self._updater.receiver(request, chunks)
-        update_id = receive.update.update_id
+        update = receive.update
         self._num_receiving += 1
-        self._feeds[call_id] = update_id
+        self._feeds[call_id] = update
         self._receiving_group = request.group_name if isinstance(request, FromDistributed) else ""
         error: Exception | None = None
         try:
             if receive.writes_live:
                 error = yield from self._clear_the_way(receive)
-            if error is None and self._is_open(update_id):
+            if error is None and self._updater.open is update:
                 if alone and receive.instant:
                     self._updater.run_all(receive)
                 else:
@@ -266,14 +279,14 @@ class UpdateFlow:
         """
         yield Until(lambda: not self._clearing)
         update = receive.update
-        if self._gate.parked_by_update or not self._is_open(update.update_id):
+        if self._gate.parked_by_update or self._updater.open is not update:
             return None
         self._clearing = True
         try:
             yield OffLoop(receive.look)
-            if self._is_open(update.update_id):
-                self._settled = yield from self._settle(update.request.inflight, update.update_id)
-            if self._is_open(update.update_id):
+            if self._updater.open is update:
+                self._settled = yield from self._settle(update.request.inflight, update)
+            if self._updater.open is update:
                 yield from self._gate.park()
         except UpdateError as fault:
             return fault
@@ -285,112 +298,77 @@ class UpdateFlow:
         yield Until(lambda: not self._num_working)
         if self._updater.verified(update_id):
             return
+        update = self._updater.open
         self._num_working += 1
         try:
             yield OffLoop(lambda: self._updater.verify(update_id))
         except UpdateError as error:
             if error.reason not in (Reason.INCOMPLETE, Reason.WRONG_STATE):  # then the sender may go on
-                self._end_failed(update_id, error)
+                self._end_failed(update, error)
             raise
         finally:
             self._num_working -= 1
 
-    def _commit(self, update_id: str) -> Flow:
+    def _commit(self, update_id: str, update: OpenUpdate | None = None) -> Flow:
+        """update: the one that is meant, where another may have begun under its id since."""
         yield Until(lambda: not self._num_working)  # a repeated call gets the reply of the first
-        if (done := self._replay(update_id)) is not None:
+        if (done := self._replies.again(update_id)) is not None:
             return done
         began_at = self._records.now()
+        if update is not None:
+            self._updater.check_open(update)
         yield from self._verify(update_id)
-        opened = self._require_open(update_id)
+        self._updater.verified(update_id)  # raises what ended it
+        opened = self._open(update_id)
+        assert opened is not None
         adapter = "" if opened.adapter is None else opened.adapter.name
         settled = self._settled
         parked_before = self._gate.parked_by_update
+        reply: UpdateReply | None = None
         self._num_working += 1
         try:
             if not parked_before:
                 self._settler.refuse_endless_wait(opened.request.inflight, adapter)
-                settled = yield from self._settle(opened.request.inflight, update_id, adapter)
-                self._require_open(update_id)
+                settled = yield from self._settle(opened.request.inflight, opened, adapter)
+                self._updater.check_open(opened)
                 yield from self._gate.park()
-                self._require_open(update_id)
+                self._updater.check_open(opened)
             reply = self._updater.commit(update_id)
-        except UpdateError:
-            if self._updater.open is None or (not parked_before and self._is_open(update_id)):
-                self._gate.unpark()
-            raise
         finally:
             self._num_working -= 1
+            if reply is None:
+                if not parked_before and self._updater.open is opened:
+                    self._gate.unpark()
+                self._release_device()
         self._scheduler.on_commit(self._updater.commit_sequence)
         self._end_too_old(self._updater.version)  # sequences of adapters that other weights are under now
-        return self._complete(reply, settled, began_at)
+        return self._replies.complete(reply, settled, began_at)
 
-    def _settle(self, inflight: Inflight, update_id: str = "", adapter: str = "") -> Flow:
+    def _settle(self, inflight: Inflight, update: OpenUpdate, adapter: str = "") -> Flow:
         """Bring the sequences in flight that an update concerns to where its commit may come."""
-        return (
-            yield from self._settler.settle(
-                inflight, adapter, lambda: bool(update_id and not self._is_open(update_id))
-            )
-        )
-
-    def _complete(self, reply: UpdateReply, settled: Settled, began_at: float) -> UpdateReply:
-        """Fill in what only the engine knows."""
-        pause = self._gate.unpark()
-        seconds: StageSeconds = dataclasses.replace(reply.seconds, pause=pause, wait=settled.wait_seconds)
-        busy = seconds.transfer + (pause if reply.state is UpdateState.COMMITTED else 0.0)
-        complete = dataclasses.replace(
-            reply,
-            seconds=seconds,
-            gb_per_s=reply.num_bytes / busy / 1e9 if busy > 0 else 0.0,
-            floor_seconds=reply.num_bytes / self._copy_bytes_per_second,
-            num_aborted=settled.num_aborted,
-            num_recomputed=settled.num_recomputed,
-            num_kept=settled.num_kept,
-        )
-        if reply.state is UpdateState.COMMITTED:
-            self._completed[reply.update_id] = complete
-        self._records.completed(complete, began_at)
-        if len(self._completed) > MAX_REMEMBERED:
-            self._completed.popitem(last=False)
-        return complete
-
-    def _replay(self, update_id: str) -> UpdateReply | None:
-        """The reply of an update that has committed, as its caller got it (or should have)."""
-        if self._updater.replay(update_id) is None:
-            return None
-        return self._completed[update_id]
+        return (yield from self._settler.settle(inflight, adapter, lambda: self._updater.open is not update))
 
     # ------------------------------------------------------------ ends
 
     def _interrupt_ended(self) -> None:
         """End the streams of updates that have ended: their senders may have nothing to send for long."""
-        for call_id, update_id in list(self._feeds.items()):
-            if not self._is_open(update_id):
+        for call_id, update in list(self._feeds.items()):
+            if self._updater.open is not update:
                 del self._feeds[call_id]
                 self._uploads.interrupt(call_id)
 
-    def _end_failed(self, update_id: str, error: UpdateError) -> None:
+    def _end_failed(self, update: OpenUpdate | None, error: UpdateError) -> None:
         """End an update that a step failed, unless that step has ended it already."""
-        if self._is_open(update_id):
-            self._updater.refuse(update_id, error)
+        if update is not None and self._updater.open is update:
+            self._updater.refuse(update.update_id, error)
         self._release_device()
 
     def _release_device(self) -> None:
         """Forward passes may start again (if the weights are whole) once no update holds the device."""
-        if self._updater.open is None:
+        if self._updater.open is None and not self._gate.rolling_back:
             self._gate.unpark()
 
-    def _is_open(self, update_id: str) -> bool:
-        return self._updater.open is not None and self._updater.open.update_id == update_id
-
-    def _require_open(self, update_id: str) -> OpenUpdate:
-        """The open update of this id; if it has ended, raise what ended it."""
-        self._updater.verified(update_id)
+    def _open(self, update_id: str) -> OpenUpdate | None:
+        """The update that is open, if it is called so."""
         opened = self._updater.open
-        assert opened is not None
-        return opened
-
-
-def _is_known_by_name(request: BeginUpdate) -> bool:
-    """Whether resolving reads no file and allocates nothing, so that the loop can do it at once."""
-    by_digest = bool(request.manifest_digest) and request.path is not Path.DISK
-    return by_digest and request.staging in (Staging.NONE, Staging.DEVICE)
+        return opened if opened is not None and opened.update_id == update_id else None

@@ -87,7 +87,10 @@ class LiveWeights:
         written = tuple(update.plan.written)
         full = update.plan.full  # then all that is known is about to be replaced
         before = self.known if full else {name: self.known[name] for name in written if name in self.known}
-        write = self._write(update)
+        try:
+            write = self._write(update)
+        except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            raise UpdateRefused(Reason.NO_MEMORY, f"no room to prepare the write: {error}") from error
         recapture = update.request.recapture
         # What was received into the arena that is live already was hashed where it lies.
         expected = {} if update.in_adopted else update.expected
@@ -119,16 +122,21 @@ class LiveWeights:
             )
         return reply
 
-    def check_rollback(self) -> Previous:
-        """What `rollback` would bring back.
+    def check_rollback(self, meant: int | None = None) -> Previous:
+        """What `rollback` would bring back. meant: the commit sequence that it is to leave, where one is.
 
         Raises:
-            UpdateRefused: NO_PREVIOUS, WRONG_STATE (torn).
+            UpdateRefused: NO_PREVIOUS, WRONG_STATE (torn, or another commit is live).
         """
         if self.torn_reason:
             raise UpdateRefused(
                 Reason.WRONG_STATE,
                 f"the weights are torn ({self.torn_reason}); only a full update makes them whole",
+            )
+        if meant not in (None, self.commit_sequence):
+            raise UpdateRefused(
+                Reason.WRONG_STATE,
+                f"version {self.version} became live while the rollback waited; to undo it, too, ask again",
             )
         if self.previous is None:
             raise UpdateRefused(

@@ -97,7 +97,8 @@ class OpenUpdate:
     """An update between begin and its end.
 
     home: uint8 arena that the slots will point to, if they leave an adopted one at this commit.
-    in_adopted: the trainer writes into the live arena from begin on.
+    in_adopted: the trainer writes into the live arena from begin on, or once it is no longer held_back: told
+        to wait until no forward pass runs.
     expected: slot -> checksum that it has after the commit; empty with skip_checksums.
     adapter: it brings this one, and leaves the base weights alone.
     """
@@ -113,6 +114,7 @@ class OpenUpdate:
     deadline: float  # of the lease, time.monotonic()
     home: torch.Tensor | None
     in_adopted: bool
+    held_back: bool = False
     adapter: OpenAdapter | None = None
     state: UpdateState = UpdateState.BEGUN
     num_receiving: int = 0
@@ -178,7 +180,9 @@ class OpenUpdate:
     @property
     def written(self) -> bool:
         """Something may lie in the live slots that was not there at begin."""
-        return self.in_adopted or (self.writes_live and self.sink.received_bytes > 0)
+        if self.in_adopted:
+            return not self.held_back
+        return self.writes_live and self.sink.received_bytes > 0
 
     @property
     def needs_live(self) -> bool:

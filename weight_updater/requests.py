@@ -125,6 +125,12 @@ class BeginUpdate:
     num_streams: int = 0
     adapter: AdapterSpec | None = None
 
+    @property
+    def is_known_by_name(self) -> bool:
+        """Whether resolving reads no file and allocates nothing, so that the loop can do it at once."""
+        by_digest = bool(self.manifest_digest) and self.path is not Path.DISK
+        return by_digest and self.staging in (Staging.NONE, Staging.DEVICE)
+
 
 @dataclass(frozen=True, slots=True)
 class BeginReply:

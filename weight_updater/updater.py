@@ -188,23 +188,25 @@ class WeightUpdater:
         """LOOP. `received` without a report, for an update that commits in the same call."""
         update = receive.update
         update.num_receiving -= receive.counted
-        if update is not self.open:
-            raise self._history.end_of(update.update_id)
+        self.check_open(update)
         if error is not None:
             raise self._end(error)
-        update.touch()
         if not update.sink.num_waiting()[0]:
             update.state = UpdateState.RECEIVED
         if receive.request not in update.finished:
             update.finished.append(receive.request)
 
+    def check_open(self, update: OpenUpdate) -> None:
+        """LOOP. Raise what ended `update`, if anything has; another may have begun under its id since."""
+        if update is not self.open:
+            raise self._history.end_of(update.update_id)
+        update.touch()
+
     # Nothing has been written; everything that can refuse
 
     def verify(self, update_id: str) -> None:
-        """WORKER. Completeness, checksums, tied names, non-finite values.
-
-        Raises:
-            UpdateError: hand it to `refuse`, or (INCOMPLETE) let the sender go on.
+        """WORKER. Completeness, checksums, tied names, non-finite values. Raises UpdateError: hand it to
+        `refuse`, or (INCOMPLETE) let the sender go on.
         """
         update = self._require(update_id)
         if update.verified:
@@ -289,11 +291,12 @@ class WeightUpdater:
         ended = self._end(UpdateRefused(Reason.UNKNOWN_UPDATE, f"update {update_id} was aborted"))
         return True, isinstance(ended, WeightsTorn)
 
-    def check_rollback(self) -> None:
-        """LOOP. Raise UpdateRefused (UPDATE_IN_PROGRESS, NO_PREVIOUS, WRONG_STATE) if `rollback` would."""
+    def check_rollback(self, meant: int | None = None) -> None:
+        """LOOP. Raise UpdateRefused (UPDATE_IN_PROGRESS, NO_PREVIOUS, WRONG_STATE) if `rollback` would, or
+        would leave another commit than the one `meant` (a commit sequence)."""
         if self.open is not None:
             raise self.open.in_the_way()
-        self._live.check_rollback()
+        self._live.check_rollback(meant)
 
     def rollback(self) -> UpdateReply:
         """LOOP, while no forward pass runs. Bring back the version that `keep_previous` kept.
@@ -343,10 +346,8 @@ class WeightUpdater:
         return self._history.committed(update_id)
 
     def release(self, allocation_ids: Sequence[str]) -> int:
-        """LOOP. Unmap a trainer's memory; returns how many mappings went, unknown ids are ignored.
-
-        Raises:
-            UpdateRefused (WRONG_STATE): one is in use by the open update, or adopted.
+        """LOOP. Unmap a trainer's memory; returns how many mappings went, unknown ids are ignored. Raises
+        UpdateRefused (WRONG_STATE): one is in use by the open update, or adopted.
         """
         return self._receivers.release(allocation_ids)
 

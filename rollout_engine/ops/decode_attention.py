@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 QUERY_ROWS = 16
-"""Rows of a tensor-core product; the query heads of a kv head fill the first of them."""
+"""Rows of a tensor-core product, at least; the query heads of a kv head fill the first of them."""
 BLOCK = 32
 """Tokens of KV that a program looks at at once."""
 MAX_SPLITS_LOG2 = 5
@@ -143,6 +143,7 @@ def attend(
     partial = stats = out
     # Many programs hide each other's waits; few ones must have more loads on their way.
     num_warps, num_stages = (1, 3) if B * K >= MANY_PROGRAMS else (2, 5)
+    rows = max(QUERY_ROWS, triton.next_power_of_2(N // K))
     if splits > 1:
         partial = torch.empty((B * N, splits, H), dtype=torch.float32, device=q.device)
         stats = torch.empty((B * N, splits, 2), dtype=torch.float32, device=q.device)
@@ -165,8 +166,8 @@ def attend(
         PAGE=page_size,
         BLOCK=BLOCK,
         SPLITS=splits,
-        ROWS=QUERY_ROWS,
-        num_warps=num_warps,
+        ROWS=rows,
+        num_warps=num_warps * rows // QUERY_ROWS,
         num_stages=num_stages,
     )
     if splits > 1:

@@ -154,11 +154,22 @@ class Graphs:
     Args:
         runners: in the order in which they are captured.
         stream: the one that they replay on.
+        has_memory: whether all memory is there that captured passes touch, of which some may be released.
+
+    Attributes:
+        is_owed: they were to be captured while memory was released, which is for whoever resumes it to do.
     """
 
-    def __init__(self, runners: Sequence[GraphRunner], stream: torch.cuda.Stream) -> None:
+    def __init__(
+        self,
+        runners: Sequence[GraphRunner],
+        stream: torch.cuda.Stream,
+        has_memory: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._runners = runners
         self._stream = stream
+        self._has_memory = has_memory
+        self.is_owed = False
 
     def capture(self) -> None:
         """Capture everything anew. The device must be idle. Old graphs are freed first, all of them."""
@@ -177,6 +188,7 @@ class Graphs:
 
     def release(self) -> None:
         """Free every graph."""
+        self.is_owed = False
         for runner in self._runners:
             runner.release()
 
@@ -192,6 +204,13 @@ class Graphs:
         """Nothing can be missing: old graphs give back the memory that new ones take."""
 
     def recapture(self) -> int:
-        """Capture every pass again; returns how many. The device must be idle."""
+        """Capture every pass again; returns how many. The device must be idle.
+
+        Each is run before it is captured: where memory is released, none is, and the old ones go.
+        """
+        if not self._has_memory():
+            self.release()
+            self.is_owed = True
+            return 0
         self.capture()
         return self.num_captured()

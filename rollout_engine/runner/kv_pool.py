@@ -24,6 +24,7 @@ class KVPool:
         shape = (2, config.num_layers, (num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
         self._data = lazy_zeros(shape, config.dtype, device)
         self.nbytes = self._data.nbytes
+        self.is_released = False
         self.k = list(self._data[0])  # [layer]: [token slots, kv heads, head dim]
         self.v = list(self._data[1])
         self.k_pages = [k.view(num_pages + 1, -1) for k in self.k]  # [layer]: [pages, values of a page]
@@ -38,6 +39,7 @@ class KVPool:
 
     def release(self) -> int:
         """Give the memory back, addresses kept; bytes freed. No forward pass may run until `resume`."""
+        self.is_released = True
         return discard_contents(self._data)
 
     def resume(self) -> int:
@@ -45,4 +47,5 @@ class KVPool:
         if not restore_contents(self._data) and self._data.device.type == "cuda":
             self._data.zero_()  # it had kept its memory
             torch.cuda.synchronize(self._data.device)  # passes run on another stream
+        self.is_released = False
         return self.nbytes

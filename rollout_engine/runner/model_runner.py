@@ -182,7 +182,8 @@ class ModelRunner:
             self.prefill_graph = self._prefill_graph_runner()
         log.info("kernels_loading", note="compiled at first use on a machine: some seconds")
         if runners := [runner for runner in (self.decode_graph, self.prefill_graph) if runner is not None]:
-            self.graphs = Graphs(runners, self.forward_stream)
+            pool = self.token_to_kv_pool
+            self.graphs = Graphs(runners, self.forward_stream, lambda: not pool.is_released)
             self.graphs.capture()
         with torch.inference_mode(), torch.cuda.stream(self.forward_stream):
             warm_up(self)
@@ -315,8 +316,13 @@ class ModelRunner:
         return self.token_to_kv_pool.release()
 
     def resume_kv(self) -> int:
-        """Take the KV pool's memory again, zeroed, in the same tensors; bytes taken."""
-        return self.token_to_kv_pool.resume()
+        """Take the KV pool's memory again, zeroed, in the same tensors; bytes taken. Graphs that an update
+        had to give up without it are captured again.
+        """
+        taken = self.token_to_kv_pool.resume()
+        if self.graphs is not None and self.graphs.is_owed:
+            self.graphs.capture()
+        return taken
 
 
 def _fetch_for(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None] | None:

@@ -148,7 +148,8 @@ def test_packer_brings_many_arrays_in_one_copy():
 
 @pytest.mark.parametrize("splits", [1, 4, 32])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "page_size"), [(32, 8, 128, 16), (4, 2, 64, 1), (7, 7, 64, 32)]
+    ("heads", "kv_heads", "head_dim", "page_size"),
+    [(32, 8, 128, 16), (4, 2, 64, 1), (7, 7, 64, 32), (32, 1, 128, 16), (40, 2, 64, 16)],
 )
 def test_decode_attention_equals_sdpa_in_float32(splits, heads, kv_heads, head_dim, page_size):
     lengths = [1, 15, 16, 17, 63, 200, 333]

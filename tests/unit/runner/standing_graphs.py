@@ -15,6 +15,7 @@ from rollout_engine.runner import decode_graph
 from rollout_engine.runner.decode_graph import DecodeCudaGraphRunner
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.runner.prefill_graph import PrefillCudaGraphRunner
+from weight_updater.adapters import HeldAdapter
 
 
 class RecalledGraph:
@@ -145,3 +146,14 @@ def use_kernels(runner: ModelRunner, monkeypatch: Any) -> None:
     """Let `runner`, and every other model from now on, go the way that passes go on a GPU."""
     runner.attn_backend = PoolBackend(None)
     monkeypatch.setattr(fused, "kernels_for", lambda _: Kernels)
+
+
+def fill_adapter(runner: ModelRunner, slot: int, rank: int, seed: int) -> HeldAdapter:
+    """Draw an adapter into a slot of the bank."""
+    assert runner.adapters is not None
+    generator = torch.Generator().manual_seed(seed)
+    for part in runner.adapters.parts.values():
+        part.a[slot, :rank].normal_(0.0, 0.2, generator=generator)
+        part.b[slot, :rank].normal_(0.0, 0.2, generator=generator)
+        part.scaling[slot] = part.scales[slot] = 1.5
+    return HeldAdapter(f"a{slot}", 1, slot, slot, rank, 0, 0, 0)

@@ -9,20 +9,10 @@ import torch
 
 from tests.hand_scheduler import HandScheduler, make_runner
 from tests.tiny import ARCHITECTURES, make_tiny
-from tests.unit.runner.standing_graphs import capture_prefill, use_kernels
-from weight_updater.adapters import HeldAdapter
+from tests.unit.runner.standing_graphs import capture_prefill, fill_adapter, use_kernels
 
 SIZES = [16, 64]
 PROMPTS = [[5, 6, 7], list(range(10, 47)), [9] * 12, [3]]
-
-
-def fill(runner, slot: int, rank: int, seed: int) -> HeldAdapter:
-    generator = torch.Generator().manual_seed(seed)
-    for part in runner.adapters.parts.values():
-        part.a[slot, :rank].normal_(0.0, 0.2, generator=generator)
-        part.b[slot, :rank].normal_(0.0, 0.2, generator=generator)
-        part.scaling[slot] = part.scales[slot] = 1.5
-    return HeldAdapter(f"a{slot}", 1, slot, slot, rank, 0, 0, 0)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -36,9 +26,9 @@ def test_captured_passes_give_what_eager_ones_do(name, in_place, tmp_path, monke
     capture_prefill(runners[0], SIZES)
     addresses = [part.a.data_ptr() for part in runners[0].adapters.parts.values()]
     # Written after the capture, as a push is.
-    adapters = [None, *(fill(runners[0], slot, 4, slot) for slot in (1, 3))]
+    adapters = [None, *(fill_adapter(runners[0], slot, 4, slot) for slot in (1, 3))]
     for slot in (1, 3):
-        fill(runners[1], slot, 4, slot)
+        fill_adapter(runners[1], slot, 4, slot)
     schedulers = [HandScheduler(runner) for runner in runners]
     rows = [[s.row(prompt) for prompt in PROMPTS] for s in schedulers]
     chosen = [adapters[1], None, adapters[2], adapters[1]]
@@ -64,7 +54,7 @@ def test_rows_of_the_pass_before_are_not_those_of_this_one(tiny_llama_dir):
     plain = make_runner(tiny_llama_dir, num_pages=96)
     capture_prefill(runner, SIZES)
     capture_prefill(plain, SIZES)
-    held = fill(runner, 1, 4, 1)
+    held = fill_adapter(runner, 1, 4, 1)
     first, second = HandScheduler(runner), HandScheduler(plain)
     batch = first.batch([(first.row([4] * 16), 16)])
     batch.adapters = [replace(held)]

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from rollout_engine.sampling import SamplingParams
 from tests.hand_scheduler import HandScheduler, make_runner
 from tests.tiny import ARCHITECTURES, make_tiny
-from tests.unit.runner.standing_graphs import capture_decode
+from tests.unit.runner.standing_graphs import capture_decode, fill_adapter
 
 SIZES = [1, 2, 4, 8]
 PROMPTS = [[5, 6, 7], list(range(10, 47)), [9] * 16, [3], [8] * 15, [11, 4], list(range(20, 52))]
@@ -101,3 +102,59 @@ def test_a_replay_follows_page_tables_that_grow_and_batches_that_shrink(model_di
     for row, other in zip(*found, strict=True):
         assert row.output == other.output
         assert max(abs(a - b) for a, b in zip(row.logprobs, other.logprobs, strict=True)) < 1e-4
+
+
+def runners_for(model_dir, monkeypatch, **flags):
+    """One that replays decode passes, and one that does not."""
+    captured, plain = (make_runner(model_dir, num_pages=96, **flags) for _ in range(2))
+    capture_decode(captured, SIZES, monkeypatch)
+    return captured, plain
+
+
+def test_rows_go_through_their_adapters(model_dir, monkeypatch):
+    """Adapters are written after the capture, as a push is; rows change theirs, and padded rows have none."""
+    outputs = []
+    for runner in runners_for(model_dir, monkeypatch, max_adapters=2, max_adapter_rank=4):
+        one, two = (fill_adapter(runner, slot, 4, slot) for slot in (1, 3))
+        scheduler = HandScheduler(runner)
+        rows = [scheduler.row(prompt, room=NUM_TOKENS) for prompt in PROMPTS[:3]]
+        for row in rows:
+            scheduler.step([(row, len(row.prompt))])
+        for chosen in ([one, None, two], [two, two, None], [None] * 3, [one] * 3) * 3:
+            batch = scheduler.batch(work := [(row, 1) for row in rows])
+            batch.adapters = chosen if any(chosen) else []
+            scheduler.apply(work, batch, runner.forward(batch))
+        outputs.append([(row.output, row.logprobs) for row in rows])
+        assert runner.forward_counts["decode_graph"] == (0 if outputs[1:] else 12)
+    for (tokens, logprobs), (others, other_logprobs) in zip(*outputs, strict=True):
+        assert tokens == others
+        assert max(abs(a - b) for a, b in zip(logprobs, other_logprobs, strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize("sampled", [[1], [0, 2], [2], [0, 1, 2]])
+def test_rows_that_are_sampled_are_told_from_those_that_are_not(tiny_llama_dir, sampled, monkeypatch):
+    """Each by its own parameters, and noted at its own row of the pool for the next pass."""
+    kinds = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=5),
+        SamplingParams(seed=6, top_k=3, min_p=0.1),
+    ]
+    found = []
+    for runner in runners_for(tiny_llama_dir, monkeypatch):
+        scheduler = HandScheduler(runner)
+        for _ in range(2):  # so that indices in the batch are not those in the pool
+            scheduler.row([1])
+        rows = [scheduler.row(PROMPTS[i], kinds[i], room=NUM_TOKENS) for i in range(3)]
+        for row in rows:
+            scheduler.step([(row, len(row.prompt))])
+        runner.last_tokens.fill_(-7)
+        batch = scheduler.batch([(row, 1) for row in rows])
+        batch.samples = [batch.samples[i] for i in sampled]
+        result = runner.forward(batch)
+        noted = runner.last_tokens[:5].tolist()
+        assert [noted[rows[i].index] for i in sampled] == result.token_ids
+        assert noted.count(-7) == 5 - len(sampled)
+        found.append((result.token_ids, result.logprobs))
+    (tokens, logprobs), (others, other_logprobs) = found
+    assert tokens == others
+    assert logprobs == pytest.approx(other_logprobs, abs=1e-4)

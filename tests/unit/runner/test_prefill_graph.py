@@ -260,11 +260,11 @@ class Stream:
         pass
 
 
-def graphs_of(runners, monkeypatch):
+def graphs_of(runners, monkeypatch, has_memory=lambda: True):
     import contextlib
 
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    return Graphs(runners, Stream())
+    return Graphs(runners, Stream(), has_memory)
 
 
 def test_old_graphs_are_freed_before_new_ones_are_captured_and_share_a_pool(no_device, monkeypatch):
@@ -287,6 +287,24 @@ def test_a_capture_that_fails_leaves_no_graph(no_device, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         graphs.capture()
     assert graphs.num_captured() == 0
+
+
+def test_no_pass_is_captured_over_a_pool_without_memory(no_device, monkeypatch, tiny_llama_dir):
+    """An update moves the weights while the KV pool is released; a pass is run before it is captured."""
+    log: list[str] = []
+    runner = make_runner(tiny_llama_dir)
+    pool = runner.token_to_kv_pool
+    runner.graphs = graphs_of([FakeRunner(log, "a", ["x"])], monkeypatch, lambda: not pool.is_released)
+    runner.graphs.capture()
+    runner.release_kv()
+    log.clear()
+    assert runner.graphs.recapture() == 0
+    assert (log, runner.graphs.num_captured()) == (["release a"], 0), "the old ones are stale"
+    runner.resume_kv()
+    assert (log[-1], runner.graphs.num_captured()) == ("capture a in pool 2", 2)
+    runner.release_kv()
+    runner.resume_kv()
+    assert log[-1] == "capture a in pool 2", "once is enough"
 
 
 def test_garbage_goes_before_a_capture_and_not_while_it_runs(no_device, monkeypatch):
