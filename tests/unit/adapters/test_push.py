@@ -143,6 +143,16 @@ def test_an_ipc_arena_is_allocated_once_and_released_before_it_is_freed(module, 
     assert engines[0].events.count("Release") == 2
 
 
+def test_an_engine_that_left_the_fleet_keeps_no_arena_from_the_others(module, engines, clients):
+    """Its client is closed; what it was lent before is allocated anew for a source of another size."""
+    with IpcArena() as arena:
+        push_weights(ModuleSource(module), clients, via=arena)
+        clients[1].close()
+        report = push_weights(ModuleSource(module, dtype=torch.float64), clients[0], via=arena)
+        assert report.version == 2
+    assert engines[0].events.count("Release") == 2
+
+
 def test_many_engines_prepare_before_any_commits(module, engines, clients):
     report = push_weights(ModuleSource(module), clients, 9)
     for engine in engines:

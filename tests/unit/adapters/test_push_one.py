@@ -60,10 +60,10 @@ class Lending:
     def let_go(self) -> None:
         self._kept = []
 
-    def forget(self) -> None:
+    def forget(self, *, free: bool) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, *, free: bool) -> None:
         pass
 
 
