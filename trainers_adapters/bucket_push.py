@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,7 +28,7 @@ from trainers_adapters.clients import WeightsClient
 from trainers_adapters.engine_layout import EngineLayout, is_computed, misfit, refusal
 from trainers_adapters.errors import PushError, RollsyncError
 from trainers_adapters.push import PushReport
-from trainers_adapters.push_ends import COMMIT_RETRY_S, abort, let_go, stop
+from trainers_adapters.push_ends import COMMIT_RETRY_S, abort, incomplete, let_go, stop
 from trainers_adapters.send_ipc import release_everywhere
 from trainers_adapters.sending import named_by_digest
 from weight_updater.arena import TORCH_DTYPES
@@ -261,7 +261,7 @@ class BucketPush:
                 errors[where] = RollsyncError("INTERNAL", "NOT_APPLIED", found)
         if errors:
             let_go(self._clients, self._update_id, errors)
-            self._incomplete(version, replies, errors)
+            incomplete(version, {where: one for where, one in replies.items() if where not in errors}, errors)
         self._open = False
         now = time.monotonic()
         return PushReport(
@@ -388,19 +388,3 @@ class BucketPush:
         if stop(self._clients, self._update_id, calls, running):
             self._left = True
         self._open = False
-
-    def _incomplete(
-        self, version: int, replies: dict[str, UpdateReply], errors: dict[str, RollsyncError]
-    ) -> NoReturn:
-        committed = tuple(where for where in replies if where not in errors)
-        first = next(iter(errors.values()))
-        named = ", ".join(f"{where} ({error})" for where, error in errors.items())
-        raise PushError(
-            first.code,
-            first.reason,
-            f"version {version} is live on {len(committed)} of {len(self._clients)} engines, but not surely "
-            f"on {named}; let none of those sample (min_version={version}) and push again",
-            version=version,
-            committed=committed,
-            laggards=tuple(errors),
-        ) from first

@@ -131,13 +131,7 @@ def push_weights(
     engines = [clients] if isinstance(clients, WeightsClient) else list(clients)
     if not engines or len({client.address for client in engines}) != len(engines):
         raise ValueError("push_weights needs at least one engine, and each engine once")
-    if via is None and path not in DEFAULT_SENDERS:
-        raise ValueError(
-            "path='disk' needs via=DiskDirectory(a directory that the engines can read)"
-            if path == "disk"
-            else f"path is {path!r}; it must be disk, distributed, tensor or ipc"
-        )
-    sender = via or DEFAULT_SENDERS[path]()
+    sender = via or _sender_for(path)
     update = BeginUpdate(
         path=sender.path,
         update_id=f"push-{secrets.token_hex(8)}",
@@ -156,6 +150,16 @@ def push_weights(
     finally:
         if via is None:
             sender.close()
+
+
+def _sender_for(path: str) -> Sender:
+    if path in DEFAULT_SENDERS:
+        return DEFAULT_SENDERS[path]()
+    raise ValueError(
+        "path='disk' needs via=DiskDirectory(a directory that the engines can read)"
+        if path == "disk"
+        else f"path is {path!r}; it must be disk, distributed, tensor or ipc"
+    )
 
 
 class _Push:
