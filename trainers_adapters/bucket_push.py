@@ -259,10 +259,10 @@ class BucketPush:
             elif reply.live_checksum != expected:
                 found = f"its live weights have checksum {reply.live_checksum:016x}, not {expected:016x}"
                 errors[where] = RollsyncError("INTERNAL", "NOT_APPLIED", found)
+        self._open = False
         if errors:
             let_go(self._clients, self._update_id, errors)
             incomplete(version, {where: one for where, one in replies.items() if where not in errors}, errors)
-        self._open = False
         now = time.monotonic()
         return PushReport(
             version=version,

@@ -190,7 +190,8 @@ class _Push:
         try:
             return self._run()
         finally:
-            self._pool.shutdown(wait=not self._left)
+            waits = self._left or (self._alone is not None and self._alone.is_beginning)
+            self._pool.shutdown(wait=not waits)
 
     def _run(self) -> PushReport:
         self._update = replace(self._update, adapter=self._adapter())

@@ -153,6 +153,24 @@ def test_an_engine_that_left_the_fleet_keeps_no_arena_from_the_others(module, en
     assert engines[0].events.count("Release") == 2
 
 
+class Failing(ModuleSource):
+    """Its second tensor cannot be gathered."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, named in enumerate(super().__iter__()):
+            if number == 1:
+                raise LookupError("the gather failed on rank 3")
+            yield named
+
+
+def test_a_stream_tells_why_the_source_failed(module, engines, clients):
+    source = Failing(module)
+    with pytest.raises(LookupError, match="rank 3"):
+        push_weights(source, clients, via=TensorStream(chunk_bytes=16), verify=False)
+    assert [engine.open for engine in engines] == [None, None]
+    assert all("AbortUpdate" in engine.events for engine in engines)
+
+
 def test_many_engines_prepare_before_any_commits(module, engines, clients):
     report = push_weights(ModuleSource(module), clients, 9)
     for engine in engines:
