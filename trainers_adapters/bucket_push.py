@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainers_adapters.buckets import Bucket, GpuMemory, SharedMemory
+from trainers_adapters.buckets import Bucket, two_buckets
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.engine_layout import EngineLayout, is_computed, misfit, refusal
 from trainers_adapters.errors import PushError, RollsyncError
@@ -33,6 +33,7 @@ from trainers_adapters.send_ipc import release_everywhere
 from trainers_adapters.sending import named_by_digest
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.checksum import checksums, fold_by_name
+from weight_updater.errors import UpdateError
 from weight_updater.names import clean_name
 from weight_updater.requests import (
     DEFAULT_BUCKET_BYTES,
@@ -310,9 +311,10 @@ class BucketPush:
             self._sent()
             self._drop_buckets()
         if not self._buckets:
-            for _ in range(2):
-                memory = GpuMemory(size, tensor.device) if on_gpu else SharedMemory(size)
-                self._buckets.append(Bucket(memory))
+            try:
+                self._buckets = two_buckets(size, tensor.device if on_gpu else None)
+            except UpdateError as error:
+                raise refusal("the trainer's buckets", error) from error
         return self._buckets[0]
 
     def _drop_buckets(self) -> None:

@@ -155,3 +155,20 @@ class Bucket:
         """Let go of its memory; free: as Memory.close has it."""
         self.clear()
         self._memory.close(free=free)
+
+
+def two_buckets(size: int, device: torch.device | None) -> list[Bucket]:
+    """Of `size` bytes each, on a GPU or (None) in shared memory.
+
+    Raises:
+        UpdateRefused (NO_MEMORY): there is no room for both.
+    """
+    made: list[Bucket] = []
+    try:
+        for _ in range(2):
+            made.append(Bucket(SharedMemory(size) if device is None else GpuMemory(size, device)))
+    except BaseException:
+        for bucket in made:
+            bucket.close(free=True)
+        raise
+    return made

@@ -132,6 +132,27 @@ def test_a_manifest_that_was_seen_is_named_by_its_digest(module, engines, client
     assert engines[0].begun[-1].WhichOneof("source_manifest") == "manifest"
 
 
+@pytest.mark.parametrize("make", [TensorStream, TensorSegment, IpcArena])
+def test_parameters_that_take_anothers_place_are_what_is_pushed(make, module, engines, clients):
+    """As load_state_dict(assign=True) does it."""
+    source = ModuleSource(module)
+    with make() as sender:
+        push_weights(source, clients[0], via=sender)
+        other = {name: tensor + 1 for name, tensor in module.state_dict().items()}
+        module.load_state_dict(other, assign=True)
+        report = push_weights(source, clients[0], via=sender)
+    assert report.num_changed == 3
+    assert engines[0].weights == bytes_of(module)
+
+
+def test_a_parameter_that_is_gone_is_named(module, engines, clients):
+    source = ModuleSource(module)
+    del module.narrow
+    with pytest.raises(ValueError, match="no parameter 'narrow' any more"):
+        push_weights(source, clients[0])
+    assert engines[0].events == []
+
+
 def test_an_ipc_arena_is_allocated_once_and_released_before_it_is_freed(module, engines, clients):
     with IpcArena() as arena:
         push_weights(ModuleSource(module), clients[0], via=arena)
