@@ -124,9 +124,10 @@ class BucketPush:
         Raises:
             PushError: refused; nothing is open then.
         """
-        if self._left:
+        if self._left:  # who is left there reads the old buckets, and clears them in the end
             self._pool.shutdown(wait=False)
             self._pool, self._left = self._new_pool(), False
+            self._drop_buckets()
         self._begin_state()
         self._open = True
         self._update_id = update_id or f"push-{secrets.token_hex(8)}"
@@ -328,9 +329,13 @@ class BucketPush:
 
     def _sent(self) -> None:
         """Wait until the bucket that is on its way has been taken by all."""
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            sending.result()
+        if self._sending is None:
+            return
+        try:
+            self._sending.result()
+        finally:
+            if self._sending.done():  # and not an interrupt
+                self._sending = None
 
     def _give(self, bucket: Bucket) -> None:
         """POOL."""
@@ -373,20 +378,22 @@ class BucketPush:
 
     def _on_all(self, call: Callable[[WeightsClient], R], what: str) -> list[R]:
         """Run one call on every engine at once; the first failure ends the update everywhere."""
+        update_id = self._update_id  # another may be open by the time that a call ends
         futures = [self._pool.submit(call, client) for client in self._clients]
         try:
             done, running = wait(futures, return_when=FIRST_EXCEPTION)
         except BaseException:  # an interrupt
-            self._stop(futures, set(futures))
+            self._stop(update_id, futures, set(futures))
             raise
         for client, future in zip(self._clients, futures, strict=True):
             if future in done and (error := future.exception()) is not None:
-                self._stop(futures, running)
+                self._stop(update_id, futures, running)
                 raise refusal(f"{what} on {client.address}", error) from error
         self._touched = time.monotonic()
         return [future.result() for future in futures]
 
-    def _stop(self, calls: list[Future[R]], running: set[Future[R]]) -> None:
-        if stop(self._clients, self._update_id, calls, running):
-            self._left = True
-        self._open = False
+    def _stop(self, update_id: str, calls: list[Future[R]], running: set[Future[R]]) -> None:
+        left = stop(self._clients, update_id, calls, running)
+        if update_id == self._update_id:
+            self._left = self._left or bool(left)
+            self._open = False

@@ -184,11 +184,18 @@ class _Push:
         self._outgoing = Outgoing(source, manifest, self._started + timeout_s, verify, resident)
         self._pool = ThreadPoolExecutor(len(clients) + 1, thread_name_prefix="push")
         self._alone: OneEngine | None = None
+        self._is_open = False  # an update may be, on an engine
         self._left: set[Future[Any]] = set()  # calls to engines that answer nothing
 
     def run(self) -> PushReport:
         try:
             return self._run()
+        except Exception:
+            raise  # whoever raised it has ended what was open
+        except BaseException:  # an interrupt, wherever it came
+            if self._is_open:
+                self._abort_all()
+            raise
         finally:
             waits = self._left or (self._alone is not None and self._alone.is_beginning)
             self._pool.shutdown(wait=not waits)
@@ -199,6 +206,7 @@ class _Push:
             self._alone = OneEngine(self._clients[0], self._sender, self._update, self._outgoing)
         fields = self._staged()
         staged = time.monotonic()
+        self._is_open = True
         reply = self._alone.make_live(replace(self._update, **fields)) if self._alone else None
         if reply is not None:
             return self._report({self._clients[0].address: reply}, staged, staged)
@@ -312,6 +320,7 @@ class _Push:
         fail(f"{what} on {'the trainer' if here else self._clients[at].address}", error)
 
     def _stop(self, pending: list[Future[Any]], running: set[Future[Any]]) -> None:
+        self._is_open = False
         self._left |= stop(self._clients, self._update.update_id, pending, running, self._sender.cancel)
 
     def _abort_all(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.unit.adapters.fake_engine import FakeEngine, serving
+from tests.unit.adapters.interrupts import Interrupted, interrupted, interrupts
 from trainers_adapters import cuda_lending, push, push_ends, push_one, send_ipc
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.cuda_lending import Lent
@@ -184,6 +185,14 @@ def test_an_engine_that_answers_nothing_does_not_hide_what_failed_while_the_trai
     with pytest.raises(ValueError, match="not what was due"):
         push_weights(source, client, via=arena, timeout_s=20)
     assert time.monotonic() - start < 5
+
+
+def test_an_interrupt_leaves_nothing_open(engine, client, arena, source):
+    engine.slow.add("UpdateWeightsFromIpc")
+    with interrupts() as interrupt, pytest.raises(Interrupted):
+        interrupted(lambda: push_weights(source, client, via=arena), interrupt)
+    assert engine.events == ["BeginUpdate", "UpdateWeightsFromIpc", "AbortUpdate"]
+    assert engine.open is None
 
 
 def test_a_refused_call_leaves_nothing_open(engine, client, arena, source):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from torch import nn
 
 from rollout_engine.v1 import weights_pb2 as pb
 from tests.unit.adapters.fake_engine import FakeEngine, serving
+from tests.unit.adapters.interrupts import Interrupted, interrupted, interrupts
 from trainers_adapters import push_ends, send_distributed
 from trainers_adapters.bucket_push import BucketPush
 from trainers_adapters.clients import WeightsClient
@@ -67,11 +67,15 @@ def push(request, module, clients) -> Iterator[Push]:
     buckets = BucketPush(clients, path="tensor", timeout_s=60)
 
     def offer() -> None:
-        buckets.begin()
-        for name, parameter in module.named_parameters():
-            if buckets.add(name, parameter):
-                buckets.send()
-        buckets.prepare()
+        try:
+            buckets.begin()
+            for name, parameter in module.named_parameters():
+                if buckets.add(name, parameter):
+                    buckets.send()
+            buckets.prepare()
+        except BaseException:
+            buckets.abort()
+            raise
         buckets.commit()
 
     yield offer
@@ -109,32 +113,22 @@ def test_a_refusal_is_told_although_another_engine_answers_nothing(
     assert "AbortUpdate" in engines[0].events
 
 
-class Interrupted(BaseException):
-    """As KeyboardInterrupt, which would end the test run."""
-
-
-@pytest.fixture
-def interrupt(monkeypatch) -> Iterator[Callable[[float], None]]:
-    """Interrupts the main thread that many seconds later, as Ctrl-C or a signal's handler does."""
-
-    def raise_(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, raise_)
-    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds) and None
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def test_an_interrupt_ends_the_update_everywhere(push, engines, interrupt):
-    engines[1].slow.add("PrepareUpdate")
-    interrupt(1.0)
+@pytest.mark.parametrize("method", STEPS)
+def test_an_interrupt_ends_the_update_everywhere(method, push, engines):
+    engines[0].slow.add(method)
     started = time.monotonic()
-    with pytest.raises(Interrupted):
-        push()
+    with interrupts() as interrupt, pytest.raises(Interrupted):
+        interrupted(push, interrupt)
     assert time.monotonic() - started < 6
     assert all("AbortUpdate" in engine.events for engine in engines)
-    assert not any(thread.name.startswith(("push", "abort")) for thread in threading.enumerate())
+    assert not any(thread.name.startswith(("push", "ending")) for thread in threading.enumerate())
+
+
+def test_an_interrupted_commit_leaves_no_engine_with_an_open_update(module, engines, clients):
+    engines[0].slow.add("CommitUpdate")
+    with interrupts() as interrupt, pytest.raises(Interrupted):
+        interrupted(lambda: push_weights(ModuleSource(module), clients, timeout_s=60), interrupt)
+    assert [engine.open for engine in engines] == [None, None]
 
 
 @pytest.mark.parametrize("make", [IpcArena, BroadcastGroup], ids=["ipc", "distributed"])
@@ -157,6 +151,27 @@ def test_an_engine_that_answers_nothing_hides_no_refusal_from_who_closes_the_sen
 def segments() -> set[str]:
     """Shared memory that this process maps."""
     return set(re.findall(r"rollsync-\w+", Path("/proc/self/maps").read_text()))
+
+
+def test_a_call_that_ends_late_does_not_end_the_push_after_it(module, engines, clients, monkeypatch):
+    """An engine that answered nothing, and does again: what it was sent before is told apart."""
+    monkeypatch.setattr(push_ends, "ABORT_TIMEOUT_S", 0.3)
+    engines[1].slow |= {"UpdateWeightsFromTensor", "AbortUpdate"}
+    push = BucketPush(clients, path="tensor", timeout_s=60)
+    name, parameter = next(iter(module.named_parameters()))
+    push.begin()
+    push.add(name, parameter)
+    push.send()
+    push.abort()
+    late = [thread for thread in threading.enumerate() if thread.name.startswith("buckets")]
+    engines[1].slow.clear()
+    push.begin()
+    engines[1].let_go.set()  # and so the late call fails
+    for thread in late:
+        thread.join(10)
+    assert [engine.open is not None for engine in engines] == [True, True]
+    push.close()
+    assert [engine.open for engine in engines] == [None, None]
 
 
 class FakeGroup:
