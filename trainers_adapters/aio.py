@@ -7,7 +7,8 @@ made in.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -38,8 +39,10 @@ class AsyncClient:
         else:
             self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=CHANNEL_OPTIONS)
         self._stub = type(self).stub_class(self._channel)
+        self._closed = False
 
     async def close(self) -> None:
+        self._closed = True
         await self._channel.close()
 
     async def __aenter__(self: C) -> C:
@@ -49,16 +52,37 @@ class AsyncClient:
         await self.close()
 
     def _start(self, call: Unary[Any] | Stream[Any] | Gathered[Any]) -> Any:
+        if self._closed:
+            raise self._is_closed()
         method = getattr(self._stub, call.method)
         return method(call.request, timeout=call.timeout_s, metadata=self._where.metadata)
+
+    def _is_closed(self) -> RollsyncError:
+        return RollsyncError("CANCELLED", "CLOSED", f"this client of {self.address} is closed")
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """As `translated`; a call that ends because the client is closed cancels nobody's task."""
+        try:
+            with translated(self.address):
+                yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            raise self._is_closed() from None
 
     async def _unary(self, call: Unary[R]) -> R:
         pauses = iter(RETRY_PAUSES_S if call.idempotent else ())
         while True:
             try:
-                with translated(self.address):
+                with self._translated():
                     return call.parse(await self._start(call))
-            except RollsyncError as error:
+            except (RollsyncError, asyncio.CancelledError) as error:
+                if call.failure is not None:
+                    raise call.failure from None
+                if not isinstance(error, RollsyncError):
+                    raise
                 pause = next(pauses, None)
                 if pause is None or not error.unreachable:
                     raise
@@ -66,7 +90,7 @@ class AsyncClient:
 
     async def _gathered(self, call: Gathered[R]) -> R:
         add, result = call.gather()
-        with translated(self.address):
+        with self._translated():
             stream = self._start(call)
             try:
                 async for message in stream:
@@ -76,7 +100,7 @@ class AsyncClient:
         return result()
 
     async def _stream(self, call: Stream[R]) -> AsyncIterator[R]:
-        with translated(self.address):
+        with self._translated():
             stream = self._start(call)
             try:
                 async for message in stream:

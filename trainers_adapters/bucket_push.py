@@ -19,21 +19,21 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from trainers_adapters.buckets import Bucket, GpuMemory, SharedMemory
+from trainers_adapters.buckets import Bucket, two_buckets
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.engine_layout import EngineLayout, is_computed, misfit, refusal
 from trainers_adapters.errors import PushError, RollsyncError
 from trainers_adapters.push import PushReport
-from trainers_adapters.push_ends import COMMIT_RETRY_S
+from trainers_adapters.push_ends import COMMIT_RETRY_S, abort, incomplete, let_go, stop
 from trainers_adapters.send_ipc import release_everywhere
 from trainers_adapters.sending import named_by_digest
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.checksum import checksums, fold_by_name
+from weight_updater.errors import UpdateError
 from weight_updater.names import clean_name
 from weight_updater.requests import (
     DEFAULT_BUCKET_BYTES,
@@ -86,13 +86,18 @@ class BucketPush:
         self._options: dict[str, Any] = {"staging": Staging(staging), "inflight": Inflight(inflight)}
         self._bucket_bytes = align(bucket_bytes)
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="buckets")
+        self._pool = self._new_pool()
+        self._left = False  # a thread waits for an engine that answers nothing; it ends with its call
         self._layout: EngineLayout | None = None
         self._buckets: list[Bucket] = []
         self._sending: Future[None] | None = None
         self._update_id = ""
         self._open = False
         self._begin_state()
+
+    def _new_pool(self) -> ThreadPoolExecutor:
+        """Threads for a bucket that is given to every engine, and for another call to each of them."""
+        return ThreadPoolExecutor(2 * len(self._clients) + 1, thread_name_prefix="buckets")
 
     def _begin_state(self) -> None:
         self._sums: dict[str, int] = {}  # of what came, by slot
@@ -119,6 +124,10 @@ class BucketPush:
         Raises:
             PushError: refused; nothing is open then.
         """
+        if self._left:  # who is left there reads the old buckets, and clears them in the end
+            self._pool.shutdown(wait=False)
+            self._pool, self._left = self._new_pool(), False
+            self._drop_buckets()
         self._begin_state()
         self._open = True
         self._update_id = update_id or f"push-{secrets.token_hex(8)}"
@@ -158,6 +167,8 @@ class BucketPush:
             PushError: the engines know no such tensor, or another of that name; nothing was committed.
         """
         layout = self._open_layout()
+        if self._sending is not None and self._sending.done():
+            self._sent()  # tells a refusal now, rather than when the next bucket is full
         name = clean_name(name)
         if is_computed(name):
             return False
@@ -250,9 +261,10 @@ class BucketPush:
             elif reply.live_checksum != expected:
                 found = f"its live weights have checksum {reply.live_checksum:016x}, not {expected:016x}"
                 errors[where] = RollsyncError("INTERNAL", "NOT_APPLIED", found)
-        if errors:
-            self._incomplete(version, replies, errors)
         self._open = False
+        if errors:
+            let_go(self._clients, self._update_id, errors)
+            incomplete(version, {where: one for where, one in replies.items() if where not in errors}, errors)
         now = time.monotonic()
         return PushReport(
             version=version,
@@ -266,15 +278,12 @@ class BucketPush:
 
     def abort(self) -> None:
         """End the update, if one is open: every engine keeps what it has. Best effort; harmless twice."""
-        if not self._open:
-            return
-        self._open = False
-        for client in self._clients:
-            with suppress(RollsyncError):
-                client.abort(self._update_id, timeout_s=10.0)  # which ends what is on its way, too
-        if self._sending is not None:
-            wait([self._sending])
-            self._sending = None
+        was_open, self._open = self._open, False
+        if was_open and abort(self._clients, self._update_id):  # which ends what is on its way, too
+            self._left = True
+        sending, self._sending = self._sending, None
+        if sending is not None and not self._left:
+            wait([sending])
 
     def free(self, *, on_gpu_only: bool = False) -> None:
         """Between two pushes: give the buckets back, once the engines have let go of them."""
@@ -284,7 +293,7 @@ class BucketPush:
     def close(self) -> None:
         """Free everything; an update that is open is aborted."""
         self.abort()
-        self._pool.shutdown()
+        self._pool.shutdown(wait=not self._left)
         self._drop_buckets()
 
     # ------------------------------------------------------------ how
@@ -303,24 +312,30 @@ class BucketPush:
             self._sent()
             self._drop_buckets()
         if not self._buckets:
-            for _ in range(2):
-                memory = GpuMemory(size, tensor.device) if on_gpu else SharedMemory(size)
-                self._buckets.append(Bucket(memory))
+            try:
+                self._buckets = two_buckets(size, tensor.device if on_gpu else None)
+            except UpdateError as error:
+                raise refusal("the trainer's buckets", error) from error
         return self._buckets[0]
 
     def _drop_buckets(self) -> None:
+        free = True
         if self._buckets and self._path is Path.IPC:
             held = [bucket.region().allocation_id for bucket in self._buckets]
-            release_everywhere(held, self._clients)
+            free = release_everywhere(held, self._clients)
         for bucket in self._buckets:
-            bucket.close()
+            bucket.close(free=free)
         self._buckets = []
 
     def _sent(self) -> None:
         """Wait until the bucket that is on its way has been taken by all."""
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            sending.result()
+        if self._sending is None:
+            return
+        try:
+            self._sending.result()
+        finally:
+            if self._sending.done():  # and not an interrupt
+                self._sending = None
 
     def _give(self, bucket: Bucket) -> None:
         """POOL."""
@@ -353,31 +368,32 @@ class BucketPush:
         """Tensors come slowly, so that a bucket fills more slowly than a lease lasts."""
         if time.monotonic() - self._touched < RENEW_S:
             return
-        self._on_all(lambda client: client.renew(self._update_id, timeout_s=self._timeout_s), "RenewLease")
+        try:
+            self._on_all(
+                lambda client: client.renew(self._update_id, timeout_s=self._timeout_s), "RenewLease"
+            )
+        except PushError:
+            self._sent()  # a bucket's refusal, which ended the update, is why
+            raise
 
     def _on_all(self, call: Callable[[WeightsClient], R], what: str) -> list[R]:
-        """Run one call on every engine at once."""
-        with ThreadPoolExecutor(len(self._clients), thread_name_prefix="engines") as threads:
-            futures = [threads.submit(call, client) for client in self._clients]
-            wait(futures, return_when=FIRST_EXCEPTION)
+        """Run one call on every engine at once; the first failure ends the update everywhere."""
+        update_id = self._update_id  # another may be open by the time that a call ends
+        futures = [self._pool.submit(call, client) for client in self._clients]
+        try:
+            done, running = wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # an interrupt
+            self._stop(update_id, futures, set(futures))
+            raise
         for client, future in zip(self._clients, futures, strict=True):
-            if (error := future.exception()) is not None:
+            if future in done and (error := future.exception()) is not None:
+                self._stop(update_id, futures, running)
                 raise refusal(f"{what} on {client.address}", error) from error
         self._touched = time.monotonic()
         return [future.result() for future in futures]
 
-    def _incomplete(
-        self, version: int, replies: dict[str, UpdateReply], errors: dict[str, RollsyncError]
-    ) -> NoReturn:
-        committed = tuple(where for where in replies if where not in errors)
-        first = next(iter(errors.values()))
-        named = ", ".join(f"{where} ({error})" for where, error in errors.items())
-        raise PushError(
-            first.code,
-            first.reason,
-            f"version {version} is live on {len(committed)} of {len(self._clients)} engines, but not surely "
-            f"on {named}; let none of those sample (min_version={version}) and push again",
-            version=version,
-            committed=committed,
-            laggards=tuple(errors),
-        ) from first
+    def _stop(self, update_id: str, calls: list[Future[R]], running: set[Future[R]]) -> None:
+        left = stop(self._clients, update_id, calls, running)
+        if update_id == self._update_id:
+            self._left = self._left or bool(left)
+            self._open = False

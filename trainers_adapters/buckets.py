@@ -41,8 +41,8 @@ class Memory(Protocol):
     def region(self) -> ShmSegment | CudaIpcRegion:
         """How an engine finds it."""
 
-    def close(self) -> None:
-        """Free it."""
+    def close(self, *, free: bool) -> None:
+        """Let go of it. free: no engine has it mapped; else what cannot be freed under one is left."""
 
 
 class SharedMemory:
@@ -55,7 +55,7 @@ class SharedMemory:
     def region(self) -> ShmSegment:
         return self._segment.descriptor
 
-    def close(self) -> None:
+    def close(self, *, free: bool) -> None:
         self.data = torch.empty(0, dtype=torch.uint8)
         self._segment.close()
         self._segment.unlink()
@@ -90,9 +90,10 @@ class GpuMemory:
             probe_checksum=checksums([probe])[0],
         )
 
-    def close(self) -> None:
+    def close(self, *, free: bool) -> None:
         self.data = torch.empty(0, dtype=torch.uint8)
-        self._buffer.close()
+        if free:
+            self._buffer.close()
 
 
 class Bucket:
@@ -150,6 +151,24 @@ class Bucket:
             for start in range(0, len(data), CHUNK_BYTES):
                 yield place.index, start, data[start : start + CHUNK_BYTES]
 
-    def close(self) -> None:
+    def close(self, *, free: bool) -> None:
+        """Let go of its memory; free: as Memory.close has it."""
         self.clear()
-        self._memory.close()
+        self._memory.close(free=free)
+
+
+def two_buckets(size: int, device: torch.device | None) -> list[Bucket]:
+    """Of `size` bytes each, on a GPU or (None) in shared memory.
+
+    Raises:
+        UpdateRefused (NO_MEMORY): there is no room for both.
+    """
+    made: list[Bucket] = []
+    try:
+        for _ in range(2):
+            made.append(Bucket(SharedMemory(size) if device is None else GpuMemory(size, device)))
+    except BaseException:
+        for bucket in made:
+            bucket.close(free=True)
+        raise
+    return made

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from trainers_adapters.chunk_wire import Messages
+
 R = TypeVar("R")
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -33,6 +35,11 @@ class Unary(Generic[R]):
     parse: Callable[[Any], R]
     timeout_s: float
     idempotent: bool = False
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the trainer's own side of a client stream ended it."""
+        return self.request.failure if isinstance(self.request, Messages) else None
 
 
 @dataclass(frozen=True, slots=True)

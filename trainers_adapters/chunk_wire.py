@@ -42,6 +42,29 @@ class ChunkStreamStub(WeightsStub):
         )
 
 
+class Messages:
+    """Messages of a client stream, and why making them failed: gRPC only says that it did.
+
+    failure: what `messages` raised.
+    """
+
+    def __init__(self, messages: Iterator[bytes]) -> None:
+        self._messages = messages
+        self.failure: BaseException | None = None
+
+    def __iter__(self) -> Messages:
+        return self
+
+    def __next__(self) -> bytes:
+        try:
+            return next(self._messages)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
 def stream_messages(
     header: pb.UpdateWeightsFromTensorHeader, chunks: Iterable[Chunk | bytes], *, says_end: bool
 ) -> Iterator[bytes]:

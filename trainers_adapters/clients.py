@@ -67,6 +67,8 @@ class Client:
                 with translated(self.address):
                     return call.parse(self._start(call))
             except RollsyncError as error:
+                if call.failure is not None:
+                    raise call.failure from None
                 pause = next(pauses, None)
                 if pause is None or not error.unreachable:
                     raise

@@ -263,20 +263,25 @@ class CudaLending:
         for device, pairs in flat.items():
             copy_many(pairs, device)
 
-    def forget(self) -> None:
-        """Every engine has acknowledged the release of what is not lent any more: free it."""
-        for buffer in self._retired:
+    def forget(self, *, free: bool = True) -> None:
+        """Let go of what is not lent any more.
+
+        Args:
+            free: every engine has acknowledged its release. Else it stays as long as this process, since
+                freeing what an engine has mapped is undefined.
+        """
+        for buffer in self._retired if free else ():
             buffer.close()
         self._retired = []
 
-    def close(self) -> None:
-        """Free everything; engines have released all of it."""
+    def close(self, *, free: bool = True) -> None:
+        """Let go of everything; free: as in `forget`."""
         self._staged, self._kept, self._scans, self._lent, self._key = [], [], [], None, []
         self._columns, self._started = None, []
         self._retired += self._buffers.values()
         self._buffers = {}
         self._known = {}
-        self.forget()
+        self.forget(free=free)
 
 
 def _scan_on(

@@ -67,6 +67,22 @@ class EngineLayout:
         return self.slots[self.index[name]]
 
 
+def in_shares(placements: Sequence[Placement], max_bytes: int) -> list[list[str]]:
+    """Names of the slots with storage of their own, as they follow each other in the arena, in lists of which
+    each names no more than `max_bytes` bytes, or one slot.
+    """
+    shares: list[list[str]] = []
+    room = 0
+    for place in sorted((p for p in placements if not p.alias_of), key=lambda place: place.offset):
+        nbytes = TensorSpec(place.name, place.dtype, tuple(place.shape)).nbytes
+        if nbytes > room or not shares:
+            shares.append([])
+            room = max_bytes
+        shares[-1].append(place.name)
+        room -= nbytes
+    return shares
+
+
 def is_computed(name: str) -> bool:
     """Whether trainers may send a tensor of that name although the engine computes it itself."""
     return name.split(".")[-2:] == ["rotary_emb", "inv_freq"]

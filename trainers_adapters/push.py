@@ -32,6 +32,8 @@ from trainers_adapters.push_ends import (
     fail,
     incomplete,
     is_unknown,
+    let_go,
+    stop,
 )
 from trainers_adapters.push_one import OneEngine
 from trainers_adapters.resident import resident_bytes
@@ -129,13 +131,7 @@ def push_weights(
     engines = [clients] if isinstance(clients, WeightsClient) else list(clients)
     if not engines or len({client.address for client in engines}) != len(engines):
         raise ValueError("push_weights needs at least one engine, and each engine once")
-    if via is None and path not in DEFAULT_SENDERS:
-        raise ValueError(
-            "path='disk' needs via=DiskDirectory(a directory that the engines can read)"
-            if path == "disk"
-            else f"path is {path!r}; it must be disk, distributed, tensor or ipc"
-        )
-    sender = via or DEFAULT_SENDERS[path]()
+    sender = via or _sender_for(path)
     update = BeginUpdate(
         path=sender.path,
         update_id=f"push-{secrets.token_hex(8)}",
@@ -154,6 +150,16 @@ def push_weights(
     finally:
         if via is None:
             sender.close()
+
+
+def _sender_for(path: str) -> Sender:
+    if path in DEFAULT_SENDERS:
+        return DEFAULT_SENDERS[path]()
+    raise ValueError(
+        "path='disk' needs via=DiskDirectory(a directory that the engines can read)"
+        if path == "disk"
+        else f"path is {path!r}; it must be disk, distributed, tensor or ipc"
+    )
 
 
 class _Push:
@@ -178,23 +184,38 @@ class _Push:
         self._outgoing = Outgoing(source, manifest, self._started + timeout_s, verify, resident)
         self._pool = ThreadPoolExecutor(len(clients) + 1, thread_name_prefix="push")
         self._alone: OneEngine | None = None
+        self._is_open = False  # an update may be, on an engine
+        self._left: set[Future[Any]] = set()  # calls to engines that answer nothing
 
     def run(self) -> PushReport:
-        with self._pool:
-            self._update = replace(self._update, adapter=self._adapter())
-            if len(self._clients) == 1:
-                self._alone = OneEngine(self._clients[0], self._sender, self._update, self._outgoing)
-            fields = self._staged()
-            staged = time.monotonic()
-            reply = self._alone.make_live(replace(self._update, **fields)) if self._alone else None
-            if reply is not None:
-                return self._report({self._clients[0].address: reply}, staged, staged)
-            begun = self._begin_all(fields)
-            self._send_all(begun)
-            sent = time.monotonic()
-            if len(self._clients) > 1:
-                self._prepare_all()
-            replies = self._commit_all(begun[0])
+        try:
+            return self._run()
+        except Exception:
+            raise  # whoever raised it has ended what was open
+        except BaseException:  # an interrupt, wherever it came
+            if self._is_open:
+                self._abort_all()
+            raise
+        finally:
+            waits = self._left or (self._alone is not None and self._alone.is_beginning)
+            self._pool.shutdown(wait=not waits)
+
+    def _run(self) -> PushReport:
+        self._update = replace(self._update, adapter=self._adapter())
+        if len(self._clients) == 1:
+            self._alone = OneEngine(self._clients[0], self._sender, self._update, self._outgoing)
+        fields = self._staged()
+        staged = time.monotonic()
+        self._is_open = True
+        reply = self._alone.make_live(replace(self._update, **fields)) if self._alone else None
+        if reply is not None:
+            return self._report({self._clients[0].address: reply}, staged, staged)
+        begun = self._begin_all(fields)
+        self._send_all(begun)
+        sent = time.monotonic()
+        if len(self._clients) > 1:
+            self._prepare_all()
+        replies = self._commit_all(begun[0])
         return self._report(replies, staged, sent)
 
     def _report(self, replies: dict[str, UpdateReply], staged: float, sent: float) -> PushReport:
@@ -276,7 +297,11 @@ class _Push:
         pending: list[Future[Any]] = list(futures)
         if beside is not None:
             pending.append(self._pool.submit(self._sender.beside, beside, self._outgoing))
-        done, running = wait(pending, return_when=FIRST_EXCEPTION)
+        try:
+            done, running = wait(pending, return_when=FIRST_EXCEPTION)
+        except BaseException:  # an interrupt
+            self._stop(pending, set(pending))
+            raise
         if any(future.exception() is not None for future in done):
             self._end(pending, done, running, what)
         return [future.result() for future in futures]
@@ -289,14 +314,14 @@ class _Push:
         An engine's refusal counts before the broadcast's failure, which it is the likely cause of.
         """
         at, error = next((i, f.exception()) for i, f in enumerate(pending) if f in done and f.exception())
-        self._abort_all()  # ends the engines' side of what is still running
-        self._sender.cancel()  # and ours
-        if running:
-            wait(running)
-            self._abort_all()  # a BeginUpdate may have come through meanwhile
+        self._stop(pending, running)
         assert error is not None
         here = at == len(self._clients)
         fail(f"{what} on {'the trainer' if here else self._clients[at].address}", error)
+
+    def _stop(self, pending: list[Future[Any]], running: set[Future[Any]]) -> None:
+        self._is_open = False
+        self._left |= stop(self._clients, self._update.update_id, pending, running, self._sender.cancel)
 
     def _abort_all(self) -> None:
         abort(self._clients, self._update.update_id)
@@ -313,6 +338,7 @@ class _Push:
         replies = {where: o for where, o in outcomes.items() if not isinstance(o, RollsyncError)}
         errors = {where: o for where, o in outcomes.items() if isinstance(o, RollsyncError)}
         if errors:
+            let_go(self._clients, self._update.update_id, errors)
             incomplete(begun.next_version, replies, errors)
         for where, reply in replies.items():
             check_committed(where, reply, begun.next_version, verify=not self._update.skip_checksums)

@@ -12,6 +12,7 @@ from concurrent.futures import Executor, Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from trainers_adapters import push_ends
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
 from trainers_adapters.push_ends import (
@@ -54,9 +55,14 @@ class OneEngine:
         self._beginning = beginning = pool.submit(self._begin)
         with ExitStack() as on_failure:
             on_failure.callback(self._abort)
-            on_failure.callback(wait, [beginning])
+            on_failure.callback(wait, [beginning], push_ends.ABORT_TIMEOUT_S)
             yield
             on_failure.pop_all()
+
+    @property
+    def is_beginning(self) -> bool:
+        """A thread waits for an engine that does not answer; it ends with its call."""
+        return self._beginning is not None and not self._beginning.done()
 
     def make_live(self, update: BeginUpdate) -> UpdateReply | None:
         """Begin, send and commit what is staged. An engine that has committed it says so again when asked

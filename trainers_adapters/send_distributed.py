@@ -5,13 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Any, ClassVar
 
 import torch
 
+from trainers_adapters import push_ends
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
+from trainers_adapters.push_ends import tell_all
 from trainers_adapters.sending import Outgoing, Sender
 from weight_updater.groups import SenderGroup
 from weight_updater.meeting import listen
@@ -122,10 +124,10 @@ class BroadcastGroup(Sender):
         group, self._group = self._group, None
         if group is not None:
             group.close()
-        for client in self._members:
-            with suppress(RollsyncError):
-                client.destroy_group(self._name)
-        self._members = ()
+        members, self._members = self._members, ()
+        tell_all(
+            members, lambda client: client.destroy_group(self._name, timeout_s=push_ends.ABORT_TIMEOUT_S)
+        )
 
 
 def _free_port(address: str) -> int:

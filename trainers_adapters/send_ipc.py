@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from trainers_adapters import push_ends
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
+from trainers_adapters.push_ends import tell_all
 from trainers_adapters.segments import PackedSegment
 from trainers_adapters.sending import Outgoing, Sender
 from trainers_adapters.sources import Source, is_gathered
@@ -17,13 +20,16 @@ from weight_updater.requests import BeginReply, BeginUpdate, Path, ShmSegment, U
 if TYPE_CHECKING:
     from trainers_adapters.cuda_lending import CudaLending, Lent
 
+log = logging.getLogger(__name__)
+
 
 class IpcArena(Sender):
     """Memory for all tensors that the engines open once and both sides keep.
 
     CUDA tensors are lent where they lie, by handle; others are copied into one POSIX shared-memory
     allocation. Memory that engines have mapped may be freed only after they have acknowledged Release; so
-    close the arena (or leave its `with` block) before the clients, and before a module on a GPU goes.
+    close the arena (or leave its `with` block) before the clients, and before a module on a GPU goes. What an
+    engine does not let go of on a GPU is left as it is, for as long as this process lives.
     """
 
     path: ClassVar[Path] = Path.IPC
@@ -89,9 +95,8 @@ class IpcArena(Sender):
         before = self._lending.allocation_ids
         self._lent = self._lending.lend(named, outgoing.manifest)
         gone = sorted(before - self._lending.allocation_ids)
-        if gone:
-            release_everywhere(gone, list(self._borrowers.values()))
-        self._lending.forget()
+        free = not gone or release_everywhere(gone, list(self._borrowers.values()))
+        self._lending.forget(free=free)
         self._scanned = False
         if not outgoing.verify:
             return {}
@@ -132,14 +137,14 @@ class IpcArena(Sender):
         return reply
 
     def close(self) -> None:
-        if self.allocation_ids:
-            release_everywhere(sorted(self.allocation_ids), list(self._borrowers.values()))
+        lent = sorted(self.allocation_ids)
+        free = not lent or release_everywhere(lent, list(self._borrowers.values()))
         self._borrowers.clear()
         self._told.clear()
         self._segment.close()
         self._lent = None
         if self._lending is not None:
-            self._lending.close()
+            self._lending.close(free=free)
 
 
 def _all_on_gpus(source: Source) -> list[tuple[str, torch.Tensor]]:
@@ -156,11 +161,17 @@ def _all_on_gpus(source: Source) -> list[tuple[str, torch.Tensor]]:
     return named
 
 
-def release_everywhere(allocation_ids: str | Sequence[str], clients: Sequence[WeightsClient]) -> None:
-    """Make every engine unmap allocations; one that is gone has no mapping any more."""
-    for client in clients:
-        try:
-            client.release(allocation_ids)
-        except RollsyncError as error:
-            if not error.unreachable:
-                raise
+def release_everywhere(allocation_ids: Sequence[str], clients: Sequence[WeightsClient]) -> bool:
+    """Make every engine unmap allocations; one that is gone has no mapping any more.
+
+    Returns:
+        Whether none has them mapped. If one says otherwise or nothing, which is logged, memory of a GPU must
+        not be freed; shared memory may be, and an engine's mapping of it lives on by itself.
+    """
+    failures = tell_all(
+        clients, lambda client: client.release(allocation_ids, timeout_s=push_ends.ABORT_TIMEOUT_S)
+    )
+    mapped = {where: error for where, error in failures.items() if not error.unreachable}
+    for where, error in mapped.items():
+        log.warning("%s may keep %d allocations mapped: %s", where, len(allocation_ids), error)
+    return not mapped

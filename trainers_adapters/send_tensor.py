@@ -75,6 +75,9 @@ class TensorStream(Sender):
             shares = [pool.submit(_send_to, receiver, begun, chunks, outgoing) for receiver in receivers]
             wait(shares, return_when=FIRST_EXCEPTION)
             chunks.stop()  # all are dealt, or one stream has failed
+        for share in shares:
+            if (failure := share.exception()) is not None and not isinstance(failure, RollsyncError):
+                raise failure  # the source's, rather than what another stream made of it
         return max((share.result() for share in shares), key=lambda reply: reply.num_bytes)
 
     def close(self) -> None:

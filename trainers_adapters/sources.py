@@ -7,6 +7,7 @@ write to it. Nothing of the trainer is merged, cast or moved in place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import getitem
 from typing import Protocol
 
 import torch
@@ -40,8 +41,8 @@ class ModuleSource:
     """The parameters of a plain nn.Module under their Hugging Face names.
 
     Wrapper segments (module, _orig_mod, ...) are taken off the names; buffers are left out; tied
-    parameters come once, under the embedding's name. Values are read when iterated, so one source
-    serves every push. Of sharded parameters (DTensor) those are taken that this process holds whole.
+    parameters come once, under the embedding's name. Parameters and values are read when iterated, so one
+    source serves every push. Of sharded parameters (DTensor) those are taken that this process holds whole.
 
     Args:
         module: on any device; its parameters are never written to.
@@ -57,17 +58,19 @@ class ModuleSource:
         self._dtype = dtype
         parts = plain_parts(module)
         check_dtypes(parts, dtype)
-        self._parameters = {part.name: part.refs[0].get() for part in parts}
-        self._in_memory = ResidentParameters(self._parameters)
+        self._names = [part.name for part in parts]
+        refs = [part.refs[0] for part in parts]
+        self._places = [ref.owner._parameters for ref in refs], [ref.leaf for ref in refs]
+        self._in_memory = ResidentParameters(self._names)
         self._described: list[tuple[torch.dtype, torch.Size]] = []
         self._manifest = Manifest(())  # of what `_described` says, without checksums
 
     @property
     def names(self) -> list[str]:
-        return list(self._parameters)
+        return list(self._names)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._parameters.items():
+        for name, parameter in zip(self._names, self._parameters(), strict=True):
             tensor = whole(name, parameter.detach())
             yield name, tensor if self._dtype is None else tensor.to(self._dtype)
 
@@ -75,14 +78,25 @@ class ModuleSource:
         """Where the parameters lie, if they are sent as they are and lie in CPU memory; see resident.py."""
         if self._dtype is not None:
             return None
-        return self._in_memory.look(list(self._parameters.values()))
+        return self._in_memory.look(self._parameters())
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """As they are now: load_state_dict(assign=True), for one, puts others in their place."""
+        owners, leaves = self._places
+        try:
+            return list(map(getitem, owners, leaves))  # type: ignore[arg-type]
+        except KeyError as error:
+            raise ValueError(
+                f"the module has no parameter {error} any more, which it had when this source was made; make "
+                f"a new one"
+            ) from error
 
     def manifest(self, *, checksums: bool = True) -> Manifest:
         if (packed := self.resident()) is not None:
             return packed.manifest(checksums=checksums)
-        described = [(self._dtype or p.dtype, p.shape) for p in self._parameters.values()]
+        described = [(self._dtype or p.dtype, p.shape) for p in self._parameters()]
         if described != self._described:  # else the same object, whose digest a sender knows
-            named = zip(self._parameters, described, strict=True)
+            named = zip(self._names, described, strict=True)
             specs = [TensorSpec(name, DTYPE_NAMES[dtype], tuple(shape)) for name, (dtype, shape) in named]
             self._manifest, self._described = Manifest(tuple(specs)), described
         if not checksums:

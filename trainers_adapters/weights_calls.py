@@ -18,7 +18,7 @@ from trainers_adapters.calls import (
     enum_words,
     number_of,
 )
-from trainers_adapters.chunk_wire import Chunk, stream_messages
+from trainers_adapters.chunk_wire import Chunk, Messages, stream_messages
 from trainers_adapters.results import Checksums, LiveWeight, RemovedAdapter
 from weight_updater.requests import (
     AdapterSpec,
@@ -212,12 +212,14 @@ def update_from_tensor(
 
     chunks: as they are, or as messages (chunk_wire.chunk_message).
     says_end: tell the engine when all chunks of this stream have come (a receiver wants to hear that).
+
+    The call raises what `chunks` raises.
     """
     header = pb.UpdateWeightsFromTensorHeader(**_target(update))
     if segment is not None:
         header.segment.CopyFrom(_segment(segment))
 
-    messages = stream_messages(header, chunks, says_end=says_end)
+    messages = Messages(stream_messages(header, chunks, says_end=says_end))
     return Unary("UpdateWeightsFromTensor", messages, parse_update, timeout_s)
 
 

@@ -10,10 +10,12 @@ import torch
 
 from tests.engines import RunningEngine, serve
 from tests.tiny import load_reference
+from trainers_adapters import buckets
 from trainers_adapters.bucket_push import BucketPush
-from trainers_adapters.buckets import Bucket
+from trainers_adapters.buckets import Bucket, SharedMemory
 from trainers_adapters.errors import PushError
 from weight_updater.checksum import checksum, fold_by_name
+from weight_updater.errors import Reason, UpdateRefused
 
 BUCKET_BYTES = 40 << 10
 """Less than a tenth of the model, more than its largest tensor."""
@@ -117,6 +119,28 @@ def test_what_does_not_fit_is_refused_and_the_old_weights_live_on(engines, push,
     assert not any(engine.rollout.info().state.open_update_id for engine in engines)
     offered(push, weights)
     assert push.commit().version == before[0].weight_version + 1
+
+
+def test_no_room_for_the_second_bucket_is_refused_and_the_next_push_has_two(
+    engines, push, weights, monkeypatch
+):
+    made: list[SharedMemory] = []
+
+    def make(size: int) -> SharedMemory:
+        if len(made) == 1:
+            raise UpdateRefused(Reason.NO_MEMORY, "shared memory is full")
+        made.append(SharedMemory(size))
+        return made[-1]
+
+    monkeypatch.setattr(buckets, "SharedMemory", make)
+    with pytest.raises(PushError, match=r"NO_MEMORY: .*full.*nothing was committed"):
+        offered(push, weights)
+    push.abort()
+    assert made[0].data.numel() == 0, "the first one is given back"
+    monkeypatch.undo()
+    offered(push, weights)
+    push.commit()
+    assert live(engines[0]) == live(engines[1]) == sums(weights)
 
 
 def test_a_tensor_that_comes_twice_is_refused(push, weights):

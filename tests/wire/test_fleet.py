@@ -17,8 +17,11 @@ from trainers_adapters import (
     RollsyncError,
     TensorStream,
     WeightsClient,
+    bucket_push,
     push_weights,
 )
+from trainers_adapters import push as push_module
+from trainers_adapters.bucket_push import BucketPush
 from trainers_adapters.sending import Sender
 from weight_updater.requests import BeginUpdate
 from weight_updater.requests import Path as Way
@@ -203,6 +206,45 @@ def test_after_the_first_commit_a_laggard_is_named_and_kept_out(path, fleet, sen
     assert {engine.rollout.info().weight_version for engine in fleet} == {report.version}
     for engine in fleet:
         assert_serves(engine, model, report.version)
+
+
+def in_one_call(model, clients) -> None:
+    push_weights(ModuleSource(model), clients)
+
+
+def in_buckets(model, clients) -> None:
+    buckets = BucketPush(clients, path="tensor")
+    try:
+        buckets.begin()
+        for name, tensor in model.named_parameters():
+            if buckets.add(name, tensor):
+                buckets.send()
+        buckets.prepare()
+        buckets.commit()
+    finally:
+        buckets.close()
+
+
+class Deaf(WeightsClient):
+    """A client whose engine cannot be reached when it is to commit, and can be afterwards."""
+
+    def commit(self, update_id, **options):
+        raise RollsyncError("UNAVAILABLE", "UNREACHABLE", "no engine answers")
+
+
+@pytest.mark.case("B074")
+@pytest.mark.parametrize("how", [in_one_call, in_buckets])
+def test_a_laggard_that_answers_again_takes_the_next_push(how, fleet, model, monkeypatch):
+    monkeypatch.setattr(push_module, "COMMIT_RETRY_S", 0.3)
+    monkeypatch.setattr(bucket_push, "COMMIT_RETRY_S", 0.3)
+    first, second = fleet
+    push(model, fleet)
+    train(model, next(SEEDS))
+    with Deaf(second.address) as deaf, pytest.raises(PushError) as incomplete:
+        how(model, [first.weights, deaf])
+    assert incomplete.value.laggards == (second.address,)
+    report = push(model, fleet)
+    assert {engine.rollout.info().weight_version for engine in fleet} == {report.version}
 
 
 @pytest.mark.case("B139")

@@ -1,7 +1,7 @@
 """A hand-written engine for tests of the trainer's side: both services over real gRPC, weights as bytes.
 
-It keeps what it is sent, answers as the protos say, and can be told to refuse one method. `events` is
-the order of the calls that reached it.
+It keeps what it is sent, answers as the protos say, and can be told to refuse one method, or to be slow in
+one. `events` is the order of the calls that reached it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
         self.knows_lent = False  # what was lent by handle before
         self.loses_reply = False  # of the next commit in an ipc call
         self.delay_s = 0.0
+        self.slow: set[str] = set()  # methods that answer once the update is aborted, or never if that is one
+        self.let_go = threading.Event()
         self.status = rpb.SERVING_STATUS_SERVING
         self.num_tensors_said: int | None = None
         self.generated: list[rpb.GenerateRequest] = []
@@ -52,6 +54,11 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
             self.events.append(name)
         time.sleep(self.delay_s)
         self.metadata.append(dict(context.invocation_metadata()))
+        if name in self.slow:
+            self.let_go.wait(60)
+            self._refuse(context, grpc.StatusCode.ABORTED, "ABORTED", "the update was aborted")
+        if name == "AbortUpdate":
+            self.let_go.set()
         refusal = self.once.pop(name, None) or self.refuse.get(name)
         if refusal is not None:
             self._refuse(context, *refusal)
@@ -340,5 +347,6 @@ def serving(engine: FakeEngine) -> Iterator[str]:
     try:
         yield f"127.0.0.1:{port}"
     finally:
+        engine.let_go.set()
         server.stop(0).wait()
         pool.shutdown()

@@ -186,3 +186,66 @@ def test_asyncio_clients_do_the_same(engine: FakeEngine, address: str) -> None:
 
     asyncio.run(main())
     assert engine.weights["w"] == b"01234567"
+
+
+def failing_chunks() -> Iterator[tuple[int, int, bytes]]:
+    yield 0, 0, bytes(8)
+    raise LookupError("the gather failed on rank 3")
+
+
+BEGIN = BeginUpdate(Path.TENSOR, "u", manifest=Manifest((TensorSpec("w", "float32", (8,)),)))
+
+
+def test_a_stream_raises_what_its_chunks_raise(address: str) -> None:
+    with WeightsClient(address) as client:
+        client.begin(BEGIN)
+        with pytest.raises(LookupError, match="rank 3"):
+            client.update_from_tensor("u", failing_chunks())
+
+
+def test_a_stream_of_an_asyncio_client_raises_what_its_chunks_raise(address: str) -> None:
+    async def stream() -> None:
+        async with AsyncWeightsClient(address) as client:
+            await client.begin(BEGIN)
+            await client.update_from_tensor("u", failing_chunks())
+
+    with pytest.raises(LookupError, match="rank 3"):
+        asyncio.run(stream())
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_call_of_a_closed_asyncio_client_fails_and_cancels_no_task(
+    when: str, engine: FakeEngine, address: str
+) -> None:
+    async def ask() -> asyncio.Task[bool]:
+        client = AsyncWeightsClient(address)
+        asked = client.abort("u")
+        if when == "before":
+            await client.close()
+        task = asyncio.ensure_future(asked)
+        engine.slow.add("AbortUpdate")
+        while when == "meanwhile" and not engine.events:
+            await asyncio.sleep(0.01)
+        await client.close()
+        await asyncio.wait([task])
+        return task
+
+    task = asyncio.run(ask())
+    assert not task.cancelled()
+    with pytest.raises(RollsyncError, match="is closed") as closed:
+        task.result()
+    assert closed.value.reason == "CLOSED"
+
+
+def test_cancelling_a_task_still_cancels_it(engine: FakeEngine, address: str) -> None:
+    async def ask() -> bool:
+        async with AsyncWeightsClient(address) as client:
+            task = asyncio.ensure_future(client.abort("u"))
+            engine.slow.add("AbortUpdate")
+            while not engine.events:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            await asyncio.wait([task])
+            return task.cancelled()
+
+    assert asyncio.run(ask())

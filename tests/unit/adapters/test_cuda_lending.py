@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.weight_updater.fake_gpu import FakeGpu, fake_kernels
-from trainers_adapters import cuda_lending
+from trainers_adapters import cuda_lending, send_ipc
 from trainers_adapters.cuda_lending import CudaLending, Lent
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksum
@@ -178,6 +178,16 @@ def test_what_has_no_handle_goes_through_a_buffer(memory: Memory) -> None:
     lending.close()
     assert memory.freed == [512, 512 + 1024]
     assert lending.allocation_ids == set()
+
+
+@pytest.mark.parametrize("acknowledged", [True, False])
+def test_a_buffer_that_an_engine_may_have_mapped_is_not_freed(memory, acknowledged, monkeypatch):
+    monkeypatch.setattr(send_ipc, "release_everywhere", lambda ids, clients: acknowledged)
+    arena = send_ipc.IpcArena()
+    arena._lending = lending = CudaLending()
+    lend(lending, {"a": view(memory.allocate(512, shareable=False), 0, 8)})
+    arena.close()
+    assert memory.freed == ([256] if acknowledged else [])
 
 
 def test_tensors_that_a_source_makes_anew_are_let_go_before_the_next(

@@ -132,6 +132,27 @@ def test_a_manifest_that_was_seen_is_named_by_its_digest(module, engines, client
     assert engines[0].begun[-1].WhichOneof("source_manifest") == "manifest"
 
 
+@pytest.mark.parametrize("make", [TensorStream, TensorSegment, IpcArena])
+def test_parameters_that_take_anothers_place_are_what_is_pushed(make, module, engines, clients):
+    """As load_state_dict(assign=True) does it."""
+    source = ModuleSource(module)
+    with make() as sender:
+        push_weights(source, clients[0], via=sender)
+        other = {name: tensor + 1 for name, tensor in module.state_dict().items()}
+        module.load_state_dict(other, assign=True)
+        report = push_weights(source, clients[0], via=sender)
+    assert report.num_changed == 3
+    assert engines[0].weights == bytes_of(module)
+
+
+def test_a_parameter_that_is_gone_is_named(module, engines, clients):
+    source = ModuleSource(module)
+    del module.narrow
+    with pytest.raises(ValueError, match="no parameter 'narrow' any more"):
+        push_weights(source, clients[0])
+    assert engines[0].events == []
+
+
 def test_an_ipc_arena_is_allocated_once_and_released_before_it_is_freed(module, engines, clients):
     with IpcArena() as arena:
         push_weights(ModuleSource(module), clients[0], via=arena)
@@ -141,6 +162,34 @@ def test_an_ipc_arena_is_allocated_once_and_released_before_it_is_freed(module, 
         push_weights(ModuleSource(module, dtype=torch.float64), clients[0], via=arena)
         assert arena.descriptor.allocation_id != first.allocation_id
     assert engines[0].events.count("Release") == 2
+
+
+def test_an_engine_that_left_the_fleet_keeps_no_arena_from_the_others(module, engines, clients):
+    """Its client is closed; what it was lent before is allocated anew for a source of another size."""
+    with IpcArena() as arena:
+        push_weights(ModuleSource(module), clients, via=arena)
+        clients[1].close()
+        report = push_weights(ModuleSource(module, dtype=torch.float64), clients[0], via=arena)
+        assert report.version == 2
+    assert engines[0].events.count("Release") == 2
+
+
+class Failing(ModuleSource):
+    """Its second tensor cannot be gathered."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, named in enumerate(super().__iter__()):
+            if number == 1:
+                raise LookupError("the gather failed on rank 3")
+            yield named
+
+
+def test_a_stream_tells_why_the_source_failed(module, engines, clients):
+    source = Failing(module)
+    with pytest.raises(LookupError, match="rank 3"):
+        push_weights(source, clients, via=TensorStream(chunk_bytes=16), verify=False)
+    assert [engine.open for engine in engines] == [None, None]
+    assert all("AbortUpdate" in engine.events for engine in engines)
 
 
 def test_many_engines_prepare_before_any_commits(module, engines, clients):

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from tests.unit.adapters.fake_engine import FakeEngine, serving
-from trainers_adapters import cuda_lending, push, push_one, send_ipc
+from tests.unit.adapters.interrupts import Interrupted, interrupted, interrupts
+from trainers_adapters import cuda_lending, push, push_ends, push_one, send_ipc
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.cuda_lending import Lent
 from trainers_adapters.errors import PushError
@@ -60,10 +61,10 @@ class Lending:
     def let_go(self) -> None:
         self._kept = []
 
-    def forget(self) -> None:
+    def forget(self, *, free: bool) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, *, free: bool) -> None:
         pass
 
 
@@ -169,6 +170,29 @@ def test_what_fails_while_the_trainer_stages_ends_what_has_begun(
     assert engine.open is None
     monkeypatch.setattr(Lending, "while_scanning", lambda: None)
     assert push_weights(source, client, via=arena).version == 1
+
+
+def test_an_engine_that_answers_nothing_does_not_hide_what_failed_while_the_trainer_staged(
+    engine, client, arena, source, monkeypatch
+):
+    def fail() -> None:
+        raise ValueError("not what was due")
+
+    monkeypatch.setattr(push_ends, "ABORT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(Lending, "while_scanning", fail)
+    engine.slow |= {"BeginUpdate", "AbortUpdate"}
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="not what was due"):
+        push_weights(source, client, via=arena, timeout_s=20)
+    assert time.monotonic() - start < 5
+
+
+def test_an_interrupt_leaves_nothing_open(engine, client, arena, source):
+    engine.slow.add("UpdateWeightsFromIpc")
+    with interrupts() as interrupt, pytest.raises(Interrupted):
+        interrupted(lambda: push_weights(source, client, via=arena), interrupt)
+    assert engine.events == ["BeginUpdate", "UpdateWeightsFromIpc", "AbortUpdate"]
+    assert engine.open is None
 
 
 def test_a_refused_call_leaves_nothing_open(engine, client, arena, source):

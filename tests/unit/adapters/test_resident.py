@@ -114,7 +114,7 @@ def test_a_segment_is_filled_alike_from_memory_and_from_tensors() -> None:
         filled = []
         for resident in (None, source.resident(), None):
             with torch.no_grad():
-                source._parameters["w0"].add_(1)
+                dict(source)["w0"].add_(1)
             segment.fill(Outgoing(source, source.manifest(), 0.0, True, resident))
             assert segment._segment is not None
             filled.append(bytes(segment._segment.buf))

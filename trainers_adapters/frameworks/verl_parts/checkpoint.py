@@ -21,6 +21,7 @@ from verl.checkpoint_engine.base import CheckpointEngineWithCache
 from trainers_adapters.aio import AsyncRolloutClient, AsyncWeightsClient
 from trainers_adapters.bucket_push import BucketPush
 from trainers_adapters.clients import WeightsClient
+from trainers_adapters.engine_layout import in_shares
 from trainers_adapters.errors import PushError, RollsyncError
 from trainers_adapters.frameworks.verl_parts.push import Named, is_here, offer
 from trainers_adapters.frameworks.verl_parts.rollout import COMMITTED, ServerAdapter, adapters
@@ -30,7 +31,7 @@ from weight_updater.checksum import checksum
 LOOK_S = 0.05
 """Between two looks at what an engine says of an update."""
 READ_BYTES = 64 << 20
-"""How much get_weights asks an engine for at once."""
+"""How much get_weights asks an engine for at once, at most, or one tensor."""
 
 
 class RollsyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]
@@ -193,25 +194,13 @@ class RollsyncCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[misc]
         async with AsyncWeightsClient(engine.address, token=engine.token or None) as client:
             layout = await client.layout()
             live = await client.checksums()
-            for names in _shares([p for p in layout.placements if not p.alias_of]):
+            for names in in_shares(layout.placements, READ_BYTES):
                 for name, weight in (await client.get_weights(names)).items():
                     tensor = weight.tensor()
                     if checksum(tensor) != live.by_name[name]:
                         text = f"{name} changed on {engine.address} while it was read; ask again"
                         raise RollsyncError("ABORTED", "CHECKSUM_MISMATCH", text)
                     yield name, tensor
-
-
-def _shares(placements: list[Any]) -> list[list[str]]:
-    """Names of consecutive tensors, together no more than READ_BYTES, or one."""
-    shares: list[list[str]] = []
-    start = -READ_BYTES
-    for place in sorted(placements, key=lambda place: place.offset):
-        if place.offset - start >= READ_BYTES or not shares:
-            shares.append([])
-            start = place.offset
-        shares[-1].append(place.name)
-    return shares
 
 
 def _own_engine() -> EngineAddress | None:
