@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,8 +51,8 @@ def tiny(request, tmp_path_factory):
     return LocalEngine(directory, max_prefill_tokens=32), prompts, wanted
 
 
-def check(engine: LocalEngine, prompts, wanted) -> list:
-    sequences = engine.generate(prompts, GREEDY)
+def check(engine: LocalEngine, prompts, wanted, params: SamplingParams = GREEDY) -> list:
+    sequences = engine.generate(prompts, params)
     for sequence, (tokens, logprobs) in zip(sequences, wanted, strict=True):
         assert sequence.output_ids == tokens
         difference = max(abs(a - b) for a, b in zip(sequence.logprobs, logprobs, strict=True))
@@ -76,11 +78,12 @@ def test_greedy_equals_transformers_whatever_is_switched_on(
 def test_smollm2_equals_transformers(smollm2_dir):
     model = load_reference(smollm2_dir)
     prompts = prompts_for(model.config.vocab_size, [7, 130], seed=5)
-    wanted = [reference_greedy(model, prompt, NUM_TOKENS) for prompt in prompts]
+    params = replace(GREEDY, max_tokens=32)  # which is enough for pages to fill, and to run out
+    wanted = [reference_greedy(model, prompt, 32) for prompt in prompts]
     engine = LocalEngine(smollm2_dir, max_prefill_tokens=48)
-    check(engine, prompts, wanted)
+    check(engine, prompts, wanted, params)
     engine.restart(prefix_cache=False, chunked_prefill=False, mixed_batches=False, num_pages=20)
-    sequences = check(engine, prompts, wanted)
+    sequences = check(engine, prompts, wanted, params)
     assert sum(s.num_preemptions for s in sequences) > 0
 
 

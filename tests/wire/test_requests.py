@@ -216,7 +216,7 @@ def test_a_killed_engine_process_fails_everyone_who_waits(model_dir):
         (child,) = [int(pid) for pid in children]
         os.kill(child, signal.SIGKILL)
         assert reason_of(stream.end) == "ENGINE_DEAD"
-        until(lambda: running.rollout.info().state.status == "not_serving", "the front notices", 5.0)
+        until(lambda: running.rollout.info().state.status == "not_serving", "the front notices")
         assert "SIGKILL" in running.rollout.info().state.not_serving_reason
         for call in (
             lambda: running.greedy(PROMPT),

@@ -28,13 +28,13 @@ def model_dir(tmp_path_factory) -> Path:
 def engine(model_dir, work_dir) -> Iterator[RunningEngine]:
     flags = ["--weights-root", str(work_dir), "--num-pages", "256", "--metrics-port", "0"]
     flags += ["--metrics-log", str(work_dir / "metrics.jsonl"), "--metrics-log-seconds", "0.05"]
-    with serve(model_dir, *flags, "--log-format", "json") as running:
+    with serve(model_dir, *flags, "--log-format", "json", forked=True) as running:
         yield running
 
 
 def scrape(engine: RunningEngine) -> dict[str, float]:
     address = json.loads((engine.log.parent / "ready.json").read_text())["metrics_address"]
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as response:
         families = text_string_to_metric_families(response.read().decode())
     return {
         f"{sample.name}{json.dumps(sample.labels, sort_keys=True) if sample.labels else ''}": sample.value
@@ -45,6 +45,8 @@ def scrape(engine: RunningEngine) -> dict[str, float]:
 
 def settled(engine: RunningEngine) -> dict[str, float]:
     """A scrape once nothing runs: all that was asked for is counted."""
+    # The state comes twenty times a second, or with the reply to a call: one that is older says idle, too.
+    engine.weights.checksums([])
     until(lambda: engine.rollout.info().state.num_running == 0, "the engine is idle")
     return scrape(engine)
 
