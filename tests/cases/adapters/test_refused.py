@@ -215,7 +215,13 @@ def held_folder(engine: Desk) -> str:
 
 @pytest.mark.parametrize(
     "config",
-    [{"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"q_proj": 2}}, {"modules_to_save": ["norm"]}],
+    [
+        {"use_dora": True},
+        {"bias": "all"},
+        {"rank_pattern": {"q_proj": 2}},
+        {"modules_to_save": ["norm"]},
+        {"init_lora_weights": "pissa"},
+    ],
     ids=lambda config: next(iter(config)),
 )
 def test_a_directory_with_more_than_plain_lora_is_refused_by_what_it_has(config, engine, tied_dir, name):
