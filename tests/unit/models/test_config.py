@@ -14,7 +14,7 @@ from rollout_engine.models.config import ModelConfig
 from rollout_engine.models.layers import inverse_frequencies
 from rollout_engine.models.packaged import packaged_smollm2
 from rollout_engine.models.registry import MODELS, model_class
-from tests.tiny import CONTEXT_LENGTH, EOS, make_tiny
+from tests.tiny import ARCHITECTURES, CONTEXT_LENGTH, EOS, load_reference, make_tiny
 
 
 def read(directory, **options) -> ModelConfig:
@@ -84,6 +84,28 @@ def test_a_sliding_window_is_refused_unless_the_context_fits_in_it(mistral_dir):
     [
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"is_causal": False}, "is_causal is false"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 kv heads"),
+        ({"head_dim": 3}, "head_dim is 3"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of 'chunked_attention'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.0}},
+            "partial_rotary_factor",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, r"rope"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": None}}, "say factor=None"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "say factor='2'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "say rope_theta=None"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}},
+            "low_freq_factor",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}},
+            "'full_attention'",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused(mistral_dir, change, message):
@@ -108,6 +130,33 @@ def test_rope_is_read_in_both_spellings(mistral_dir):
     assert read(mistral_dir).rope == new
     assert (new.theta, new.factor) == (777.0, 2.0)
     assert inverse_frequencies(new, 4).tolist() == pytest.approx([0.5, 0.5 / 777**0.5])
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 777.0, "factor": 2.5}},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 64}},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "original_max_position_embeddings": 32},
+        {"rope_parameters": None, "rope_theta": 5e5},
+        {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    ],
+    ids=["default", "linear", "llama3", "of all positions", "beside", "old", "old linear"],
+)
+def test_rotations_are_those_of_transformers(tmp_path, name, change):
+    """Of the model, not of its configuration: building one may change what that says."""
+    directory = make_tiny(tmp_path, name, max_position_embeddings=256)
+    edit(directory, **change)
+    config = read(directory)
+    theirs = load_reference(directory).model.rotary_emb
+    assert theirs.attention_scaling == 1.0
+    assert torch.equal(inverse_frequencies(config.rope, config.head_dim), theirs.inv_freq)
 
 
 def test_the_registry_names_classes_that_exist():
