@@ -9,7 +9,7 @@ from typing import Any
 
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import AdapterSpec
-from weight_updater.safetensors_header import corrupt, open_regular, parse_json
+from weight_updater.safetensors_header import corrupt, open_regular, parse_json, read_at
 from weight_updater.safetensors_io import confined
 
 FILE = "adapter_config.json"
@@ -85,7 +85,7 @@ def _read(directory: str) -> tuple[str, dict[str, Any]]:
     try:
         if identity.size > MAX_BYTES:
             raise corrupt(path, f"a configuration of {identity.size} bytes")
-        return path, parse_json(os.pread(fd, identity.size, 0), path)
+        return path, parse_json(read_at(fd, identity.size, 0, path), path)
     finally:
         os.close(fd)
 

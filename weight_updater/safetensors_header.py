@@ -193,14 +193,14 @@ def _split(raw: bytes) -> tuple[bytes, bytes]:
 def _header_bytes(fd: int, size: int, path: str) -> bytes:
     if size < 8:
         raise corrupt(path, f"header too small: the file has {size} bytes")
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    length = int.from_bytes(read_at(fd, 8, 0, path), "little")
     if length > MAX_HEADER_BYTES:
         raise corrupt(
             path, f"header too large: {length} bytes; is it a safetensors file, not a pointer to one?"
         )
     if 8 + length > size:
         raise corrupt(path, f"invalid header length: {length} bytes in a file of {size}")
-    raw = os.pread(fd, length, 8)
+    raw = read_at(fd, length, 8, path)
     if len(raw) != length:
         raise corrupt(path, "it was truncated while it was read")
     return raw
@@ -226,6 +226,14 @@ def _parse(raw: bytes, size: int, path: str) -> StoredFile:
     columns = Columns([t[2] for t in tensors], [t[3] for t in tensors], [t[4] for t in tensors])
     checksums = _checksums(metadata.get(CHECKSUMS_KEY), columns.names, path)
     return StoredFile(Manifest.of(columns, checksums), [data_start + t[0] for t in tensors], path)
+
+
+def read_at(fd: int, size: int, offset: int, path: str) -> bytes:
+    """Up to `size` bytes of an open file. Raises UpdateRefused (FILE_CORRUPT): it cannot be read."""
+    try:
+        return os.pread(fd, size, offset)
+    except OSError as error:
+        raise corrupt(path, f"it cannot be read: {os.strerror(error.errno or 0)}") from error
 
 
 def corrupt(path: str, what: str) -> UpdateRefused:

@@ -81,6 +81,7 @@ WRONG = {
     "name": (asked(name="a\nb"), "INVALID_UPDATE", "printable characters"),
     "no name": (asked(name=""), "INVALID_UPDATE", "printable characters"),
     "scaling": (asked(scaling=float("nan")), "INVALID_UPDATE", "must be finite"),
+    "scaling beyond float32": (asked(scaling=1e39), "INVALID_UPDATE", "must be finite in float32"),
     "NaN": (spoilt(float("nan")), "NONFINITE", Q_A),
     "infinity": (spoilt(float("inf")), "NONFINITE", Q_A),
 }
