@@ -103,7 +103,8 @@ def header(entries: str, checksums: Sequence[int]) -> bytes:
 
 
 def open_regular(path: str, shown: str) -> tuple[int, FileIdentity]:
-    """Open a resolved path for reading; a missing file, a directory or a device is refused as `shown`.
+    """Open a resolved path for reading; a missing file, a directory or a device is refused as `shown`, and
+    so is (PATH_FORBIDDEN) a file that lies elsewhere, since a directory became a link after all was resolved.
 
     Returns the descriptor, which the caller closes.
     """
@@ -122,7 +123,20 @@ def open_regular(path: str, shown: str) -> tuple[int, FileIdentity]:
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
         raise UpdateRefused(Reason.FILE_NOT_FOUND, f"{shown} is not a regular file")
+    if _place_of(fd) not in ("", path, f"{path} (deleted)"):
+        os.close(fd)
+        raise UpdateRefused(
+            Reason.PATH_FORBIDDEN, f"{shown} was moved as it was opened, or its directory became a link"
+        )
     return fd, FileIdentity.of(found)
+
+
+def _place_of(fd: int) -> str:
+    """Where an open file lies, as the kernel sees it; "" where there is no /proc."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
 
 
 class Headers:
@@ -163,14 +177,15 @@ class Headers:
         parts = tuple([stored.manifest.columns for stored in files])
         if len(parts) == 1:
             return files[0].manifest
-        if self._joined is None or self._joined[0] != parts:
+        known = self._joined  # another thread may replace it
+        if known is None or known[0] != parts:
             names, dtypes, shapes = (
                 [one for part in parts for one in getattr(part, field)]
                 for field in ("names", "dtypes", "shapes")
             )
-            self._joined = parts, Columns(names, dtypes, shapes)
+            known = self._joined = parts, Columns(names, dtypes, shapes)
         checksums = [value for stored in files for value in stored.manifest.checksums]
-        return Manifest.of(self._joined[1], checksums)
+        return Manifest.of(known[1], checksums)
 
 
 class _Known(NamedTuple):

@@ -12,7 +12,9 @@ import torch
 
 from weight_updater.adapter_config import FILE, read_spec
 from weight_updater.errors import Reason, UpdateRefused
-from weight_updater.requests import AdapterSpec
+from weight_updater.manifest import Columns
+from weight_updater.requests import AdapterSpec, Manifest
+from weight_updater.safetensors_header import Headers, StoredFile
 from weight_updater.safetensors_io import INDEX, open_checkpoint, save_weights
 
 
@@ -55,6 +57,60 @@ def test_a_file_that_goes_stale_as_it_is_read_is_told_by_name(tmp_path, file, mo
     (tmp_path / FILE).write_text("{}")
     with pytest.raises(UpdateRefused, match="Stale file handle"):
         read_spec(str(tmp_path.resolve()), AdapterSpec("a"))
+
+
+@pytest.mark.parametrize("swapped", ["sub", "."])
+def test_a_directory_that_becomes_a_link_as_its_file_is_opened_is_not_followed(
+    tmp_path, swapped, monkeypatch
+) -> None:
+    """Only the last part of a path was kept from being a link."""
+    outside, inside = tmp_path / "outside", tmp_path / "checkpoint"
+    for place in (outside, outside / "sub", inside / "sub"):
+        save_weights(str(place), [("x", torch.ones(1))])
+    (inside / INDEX).write_text(json.dumps({"weight_map": {"x": "sub/model.safetensors"}}))
+    really_open = os.open
+
+    def swap_first(path: str, *how: int) -> int:
+        if path == str(inside / "sub" / "model.safetensors"):
+            (inside if swapped == "." else inside / swapped).rename(tmp_path / "away")
+            (inside if swapped == "." else inside / swapped).symlink_to(outside / swapped)
+        return really_open(path, *how)
+
+    monkeypatch.setattr(os, "open", swap_first)
+    assert "became a link" in refused(inside, Reason.PATH_FORBIDDEN)
+
+
+def test_two_that_read_headers_at_once_keep_them_apart(tmp_path) -> None:
+    first, other, headers = tmp_path / "first", tmp_path / "other", Headers()
+    for place, name in ((first, "a"), (other, "b")):
+        save_weights(
+            str(place), [(f"{name}0", torch.ones(1)), (f"{name}1", torch.ones(1))], max_shard_bytes=4
+        )
+    with open_checkpoint(str(other)) as checkpoint:
+        theirs = checkpoint.stored
+
+    class Meanwhile(Columns):
+        """Compared with what was joined last; then another thread joins something else."""
+
+        def __ne__(self, _: object) -> bool:
+            raise AssertionError("tuples ask whether they are equal")
+
+        def __eq__(self, _: object) -> bool:
+            headers.joined(theirs)
+            return True
+
+        __hash__ = Columns.__hash__
+
+    with open_checkpoint(str(first)) as checkpoint:
+        headers.joined(checkpoint.stored)
+        again = []
+        for stored in checkpoint.stored:
+            columns = stored.manifest.columns
+            same = Meanwhile(columns.names, columns.dtypes, columns.shapes)
+            again.append(
+                StoredFile(Manifest.of(same, stored.manifest.checksums), stored.offsets, stored.file)
+            )
+        assert set(headers.joined(again).columns.names) == {"a0", "a1"}
 
 
 def test_a_directory_that_cannot_be_listed_has_no_checkpoint(tmp_path, monkeypatch) -> None:
