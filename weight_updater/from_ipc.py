@@ -69,6 +69,7 @@ class _Shared:
                 f"allocation {self.named.allocation_id} is mapped as segment {self.named.name} of "
                 f"{self.named.size} bytes, not {_describe(region)}; give every allocation an id of its own",
             )
+        self._opened.check_size()
         return self._mapping
 
     def is_linked(self) -> bool:
@@ -168,9 +169,8 @@ class Mappings:
                     )
                 known = _Shared(region) if isinstance(region, ShmSegment) else _OnGpu(region, self.device)
                 self._mappings[region.allocation_id] = known
-                loose = [key for key in self._mappings if not self._is_held(key)]
-                for allocation_id in loose[:-MAX_MAPPINGS]:
-                    self._close(allocation_id)
+                for loose in [key for key in self._mappings if not self._is_held(key)][:-MAX_MAPPINGS]:
+                    self._close(loose)
             self._mappings.move_to_end(region.allocation_id)
             return known.mapping(region)
 
