@@ -169,8 +169,9 @@ class Mappings:
                     )
                 known = _Shared(region) if isinstance(region, ShmSegment) else _OnGpu(region, self.device)
                 self._mappings[region.allocation_id] = known
-                for loose in [key for key in self._mappings if not self._is_held(key)][:-MAX_MAPPINGS]:
-                    self._close(loose)
+                loose = [key for key in self._mappings if not self._is_held(key)]
+                for allocation_id in loose[:-MAX_MAPPINGS]:
+                    self._close(allocation_id)
             self._mappings.move_to_end(region.allocation_id)
             return known.mapping(region)
 
@@ -346,8 +347,7 @@ def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> l
                 f"{len(request.all_regions)} regions come without placements; say where each tensor lies, or "
                 f"lend one region with all tensors packed in order",
             )
-        offsets = [place.offset if place else 0 for place in plan.slots] if adopt else None
-        offsets = offsets or plan.packed_offsets
+        offsets = [place.offset if place else 0 for place in plan.slots] if adopt else plan.packed_offsets
         placements = [RegionPlacement(index, 0, offsets[index]) for index in plan.needed]
     else:
         placements = list(request.placements)

@@ -206,7 +206,7 @@ def _await_hello(member: Member, store: Any, rank: int, deadline: float, facts: 
         own, other = facts.same.get(name), theirs["same"].get(name)
         if own != other:
             _rule_out(member, store, f"{name} is {_both(member, rank, own, other)}; make them alike")
-    if facts.place and rank != member.rank and theirs.get("place") == facts.place:
+    if facts.place and rank != member.rank and theirs["place"] == facts.place:
         _rule_out(member, store, f"ranks {member.rank} and {rank} are both on {facts.place}; {facts.advice}")
 
 
@@ -242,7 +242,8 @@ def _parsed(told: bytes) -> dict[str, Any]:
         found = json.loads(told)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and isinstance(found.get("same"), dict) else {}
+    whole = isinstance(found, dict) and isinstance(found.get("same"), dict) and "place" in found
+    return found if whole else {}
 
 
 def compare_headers(member: Member, headers: Sequence[dict[str, str | int]]) -> None:
