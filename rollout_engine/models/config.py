@@ -100,25 +100,8 @@ class ModelConfig:
                 f"its weights are quantised ({method}); only float32, bfloat16 and float16 are served",
             )
         hf = _by_transformers(directory)
-        model_type = str(raw.get("model_type"))  # transformers may read one Mistral as another
-        if model_type.replace("_", "") != architecture.removesuffix("ForCausalLM").lower():
-            raise invalid(
-                directory, f"its model_type is {model_type!r}, which is another model than {architecture}"
-            )
-        if wrong := [name for name in SIZES if not hf.get(name, 1) > 0]:
-            raise invalid(directory, f"its {wrong[0]} is {hf[wrong[0]]}; it must be at least 1")
-        if hf.get("hidden_act", "silu") != "silu":
-            raise invalid(directory, f"hidden_act is {hf['hidden_act']!r}; only 'silu' is supported")
-        if not hf.get("is_causal", True):
-            raise invalid(directory, "its tokens attend to later ones, too (is_causal is false)")
-        length = _context_length(directory, hf, context_length)
-        num_heads = hf["num_attention_heads"]
-        num_kv_heads = hf.get("num_key_value_heads") or num_heads
-        head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise invalid(directory, f"{num_heads} query heads cannot share {num_kv_heads} kv heads evenly")
-        if head_dim % 2:
-            raise invalid(directory, f"its head_dim is {head_dim}; a rotation takes pairs")
+        _refuse_others(directory, architecture, raw, hf)
+        num_heads, num_kv_heads, head_dim = _heads(directory, hf)
         return cls(
             architecture=architecture,
             vocab_size=hf["vocab_size"],
@@ -129,7 +112,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=hf["rms_norm_eps"],
-            context_length=length,
+            context_length=_context_length(directory, hf, context_length),
             eos_token_ids=_eos_token_ids(directory, hf),
             dtype=_dtype(directory, raw, dtype),
             tie=bool(hf.get("tie_word_embeddings", False)),
@@ -153,6 +136,37 @@ def _by_transformers(directory: Path) -> dict[str, Any]:
         raise invalid(directory, f"transformers refuses its config.json ({text})") from error
     found: dict[str, Any] = config.to_dict()
     return found
+
+
+def _refuse_others(directory: Path, architecture: str, raw: dict[str, Any], hf: dict[str, Any]) -> None:
+    """Refuse models that would be computed otherwise than here.
+
+    Args:
+        raw: config.json. hf: as transformers reads it.
+    """
+    model_type = str(raw.get("model_type"))  # transformers may read one Mistral as another
+    if model_type.replace("_", "") != architecture.removesuffix("ForCausalLM").lower():
+        raise invalid(
+            directory, f"its model_type is {model_type!r}, which is another model than {architecture}"
+        )
+    if wrong := [name for name in SIZES if not hf.get(name, 1) > 0]:
+        raise invalid(directory, f"its {wrong[0]} is {hf[wrong[0]]}; it must be at least 1")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise invalid(directory, f"hidden_act is {hf['hidden_act']!r}; only 'silu' is supported")
+    if not hf.get("is_causal", True):
+        raise invalid(directory, "its tokens attend to later ones, too (is_causal is false)")
+
+
+def _heads(directory: Path, hf: dict[str, Any]) -> tuple[int, int, int]:
+    """Query heads, kv heads, and the size of each."""
+    num_heads: int = hf["num_attention_heads"]
+    num_kv_heads: int = hf.get("num_key_value_heads") or num_heads
+    head_dim: int = hf.get("head_dim") or hf["hidden_size"] // num_heads
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise invalid(directory, f"{num_heads} query heads cannot share {num_kv_heads} kv heads evenly")
+    if head_dim % 2:
+        raise invalid(directory, f"its head_dim is {head_dim}; a rotation takes pairs")
+    return num_heads, num_kv_heads, head_dim
 
 
 def invalid(directory: Path, problem: str) -> EngineError:
