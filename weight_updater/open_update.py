@@ -31,6 +31,7 @@ from weight_updater.requests import (
     Staging,
     UpdateState,
 )
+from weight_updater.safetensors_header import FileIdentity
 from weight_updater.sink import Sink
 from weight_updater.staging import StagingBuffers
 
@@ -128,6 +129,7 @@ class OpenUpdate:
     transfer: Transfer = field(default_factory=Transfer)
     verify_s: float = 0.0
     directory: str = ""  # that the disk path read
+    looked_at: dict[str, FileIdentity] | None = None  # its files, if they were read before they are written
     has_checksums: bool = field(init=False)  # of every tensor that must arrive, and they are compared
 
     def __post_init__(self) -> None:

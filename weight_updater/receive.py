@@ -15,6 +15,7 @@ from weight_updater.manifests import Manifests, check_files
 from weight_updater.open_update import OpenUpdate, Request, check_received
 from weight_updater.pinned import PinnedSegments
 from weight_updater.requests import FromDisk, FromDistributed, FromIpc, FromTensor, Path
+from weight_updater.safetensors_header import FileIdentity
 
 PATH_OF: dict[type[Request], Path] = {
     FromDisk: Path.DISK,
@@ -173,7 +174,7 @@ class Receivers:
         asked = update.request
         look = Look(update.plan, hashing=not asked.skip_checksums, find_nonfinite=not asked.allow_nonfinite)
         if isinstance(request, FromDisk):
-            self._read_disk(update, request, look)
+            update.looked_at = self._read_disk(update, request, look)
         else:
             assert request.segment is not None
             from_tensor.read_segment(request.segment, update.plan, look, self._segments)
@@ -191,7 +192,9 @@ class Receivers:
         self._read_disk(update, request, update.sink)
         update.directory = request.directory or update.request.directory
 
-    def _read_disk(self, update: OpenUpdate, request: FromDisk, sink: from_disk.ByteSink) -> None:
+    def _read_disk(
+        self, update: OpenUpdate, request: FromDisk, sink: from_disk.ByteSink
+    ) -> dict[str, FileIdentity]:
         named = request.directory or update.request.directory
         if not named:
             raise UpdateRefused(Reason.INVALID_UPDATE, "the disk path needs a directory")
@@ -199,12 +202,13 @@ class Receivers:
         headers = self._manifests.headers
         found = from_disk.read_manifest(directory, headers)
         check_files(update.plan.manifest, found, named)
-        from_disk.receive(
+        return from_disk.receive(
             dataclasses.replace(request, directory=directory),
             found,
             sink,
             needed=update.plan.needed,
             headers=headers,
+            seen=update.looked_at,
         )
 
     def _distributed(self, update: OpenUpdate, request: FromDistributed) -> None:
