@@ -325,9 +325,7 @@ def test_what_was_put_off_is_captured_once_weights_and_pool_are_both_there(
     assert (log[-1], runner.graphs.num_captured()) == ("capture a in pool 2", 2)
 
 
-def test_what_found_no_memory_is_captured_when_it_is_asked_for_again(
-    no_device, monkeypatch, tiny_llama_dir
-):
+def test_what_found_no_memory_is_captured_when_it_is_asked_for_again(no_device, monkeypatch, tiny_llama_dir):
     log: list[str] = []
     runner = make_runner(tiny_llama_dir)
     fake = FakeRunner(log, "a", ["x"])
