@@ -217,7 +217,10 @@ class Exchange:
 
 
 class CopyBorrowed:
-    """Copy what a sink borrowed straight from the trainer's memory into `live`, casting where needed."""
+    """Copy what a sink borrowed straight from the trainer's memory into `live`, casting where needed.
+
+    On a GPU `run` returns before it has happened; what the current stream gets next comes behind it.
+    """
 
     def __init__(self, target: WeightTarget, live: torch.Tensor, sink: Sink) -> None:
         def copies() -> tuple[Pairs, Launch | None]:
@@ -240,7 +243,7 @@ class CopyBorrowed:
 
     def run(self) -> None:
         if self._launch is not None:
-            self._launch.run()
+            self._launch.start().follow()
         else:
             for destination, source in self._copies:
                 copy_bytes(destination, source)
