@@ -12,7 +12,7 @@ import gc
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -47,8 +47,11 @@ def capture_graph(work: Callable[[], object], pool: Any) -> Graph:
     graph.capture_begin(pool, capture_error_mode="thread_local")
     try:
         work()
-    finally:
-        graph.capture_end()
+    except BaseException:
+        with suppress(RuntimeError):  # that the capture is spoiled, which would hide by what
+            graph.capture_end()
+        raise
+    graph.capture_end()
     return graph
 
 
