@@ -133,7 +133,7 @@ def settle_stream() -> None:
     """Wait for what the calling thread has queued on its GPU's current stream. Threads that read what it has
     written have other current streams, unless it is the default one.
     """
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.current_stream().synchronize()
 
 
