@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -217,15 +217,16 @@ class Mappings:
             self._arranged.pop((digest, adopt), None)
 
     @contextmanager
-    def using(self, allocation_ids: Collection[str]) -> Iterator[None]:
-        """Unmap none of these allocations before the block ends."""
+    def using(self, regions: Sequence[Region]) -> Iterator[None]:
+        """Unmap none of the regions before the block ends."""
+        held = [region.allocation_id for region in regions]
         with self._lock:
-            self._in_use.update(allocation_ids)
+            self._in_use.update(held)
         try:
             yield
         finally:
             with self._lock:
-                self._in_use.subtract(allocation_ids)
+                self._in_use.subtract(held)
                 self._in_use += Counter()  # drops what has come down to zero
 
     def release(self, allocation_ids: Sequence[str]) -> int:
@@ -270,10 +271,6 @@ class Mappings:
                 self._forget(digest)
 
 
-def _ids(regions: Sequence[Region]) -> list[str]:
-    return [region.allocation_id for region in regions]
-
-
 def _describe(region: Region) -> str:
     if isinstance(region, ShmSegment):
         return f"segment {region.name} of {region.size} bytes"
@@ -304,7 +301,7 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
         _receive_packed(request.regions[0], sink, mappings)
         return
     placements = _placements(request, sink.plan, arena, adopt=adopt)
-    with mappings.using(_ids(request.regions)), side_stream(mappings.device):
+    with mappings.using(request.regions), side_stream(mappings.device):
         regions = [mappings.open(region).data for region in request.regions]
         for handle, region in enumerate(regions):
             here = [place for place in placements if place.handle == handle]
@@ -319,13 +316,13 @@ def _receive_packed(region: ShmSegment, sink: Sink, mappings: Mappings) -> None:
     for index, position in zip(plan.needed, positions, strict=True) if region.size < plan.packed_end else ():
         if region.size < position + plan.sizes[index]:
             raise _too_small(plan, RegionPlacement(index, 0, position), region)
-    with mappings.using(_ids([region])), side_stream(mappings.device):
+    with mappings.using([region]), side_stream(mappings.device):
         sink.write_whole(plan.needed, positions, mappings.open(region).data)
         sink.flush()
 
 
 def _receive_from_gpu(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, adopt: bool) -> None:
-    with mappings.using(_ids(request.cuda_regions)):
+    with mappings.using(request.cuda_regions):
         lent = mappings.arranged(request.lent, sink.plan, adopt=adopt)
         if lent is None:
             placements = _placements(request, sink.plan, arena, adopt=adopt)

@@ -128,8 +128,8 @@ class Receivers:
         if isinstance(request, FromTensor):
             return lambda: from_tensor.receive(request, update.sink, chunks, self._segments)
         lent = self.mappings.recall(request)
-        update.allocations.update(region.allocation_id for region in lent.all_regions)
-        self.mappings.pinned |= update.allocations
+        self.mappings.pinned.update(region.allocation_id for region in lent.all_regions)
+        update.regions += lent.all_regions
         return lambda: self._ipc(update, lent)
 
     def is_instant(self, update: OpenUpdate, request: Request) -> bool:
@@ -142,7 +142,7 @@ class Receivers:
 
     def reading(self, update: OpenUpdate) -> AbstractContextManager[None]:
         """A block in which nothing is unmapped that the update was lent, also if it ends meanwhile."""
-        return self.mappings.using(list(update.allocations))
+        return self.mappings.using(tuple(update.regions))
 
     def release(self, allocation_ids: Sequence[str]) -> int:
         """Unmap trainers' memory; returns how many mappings went.

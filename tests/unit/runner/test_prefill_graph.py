@@ -12,7 +12,7 @@ import torch
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.batch.schedule import CaptureHiddenMode, ForwardMode, ScheduleBatch
 from rollout_engine.config import load_config
-from rollout_engine.runner.graphs import CapturedStorages, Graphs, capture_graph, smallest_fit
+from rollout_engine.runner.graphs import CapturedStorages, Graphs, smallest_fit
 from rollout_engine.sampling import SamplingParams
 from tests.hand_scheduler import GREEDY, HandScheduler, make_runner
 from tests.local_engine import LocalEngine
@@ -279,31 +279,6 @@ def test_old_graphs_are_freed_before_new_ones_are_captured_and_share_a_pool(no_d
     assert graphs.moved() == ["x", "y", "z"]
     graphs.release()
     assert graphs.num_captured() == 0
-
-
-@pytest.mark.parametrize("is_spoiled", [False, True])
-def test_a_capture_ends_and_tells_what_failed_in_it(is_spoiled, monkeypatch):
-    log = []
-
-    class FakeGraph:
-        def capture_begin(self, pool, capture_error_mode):
-            log.append(f"begin {pool} {capture_error_mode}")
-
-        def capture_end(self):
-            log.append("end")
-            if is_spoiled:
-                raise RuntimeError("cudaErrorStreamCaptureInvalidated")
-
-    def work():
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        capture_graph(work, "pool")
-    assert log == ["begin pool thread_local", "end"]
-    if not is_spoiled:
-        assert isinstance(capture_graph(lambda: log.append("work"), "pool"), FakeGraph)
-        assert log[3:] == ["work", "end"]
 
 
 def test_a_capture_that_fails_leaves_no_graph(no_device, monkeypatch):
