@@ -121,6 +121,7 @@ class OpenUpdate:
     num_receiving: int = 0
     receives_streams: bool = False  # what is on its way comes in chunk streams
     finished: list[Request] = field(default_factory=list)  # requests that were received whole
+    regions: list[from_ipc.Region] = field(default_factory=list)  # of a trainer's memory, which it was lent
     adoption: from_ipc.Mapping | None = None  # what the commit adopts
     verifying: bool = False
     verified: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from weight_updater import from_disk, from_distributed, from_ipc, from_tensor
 from weight_updater.arena import WeightTarget
@@ -129,6 +130,7 @@ class Receivers:
             return lambda: from_tensor.receive(request, update.sink, chunks, self._segments)
         lent = self.mappings.recall(request)
         self.mappings.pinned.update(region.allocation_id for region in lent.all_regions)
+        update.regions += lent.all_regions
         return lambda: self._ipc(update, lent)
 
     def is_instant(self, update: OpenUpdate, request: Request) -> bool:
@@ -138,6 +140,10 @@ class Receivers:
         lent = self.mappings.arranged(request.lent, update.plan, adopt=False)
         device = self.mappings.device
         return lent is not None and not reads_lent(update.sink, lent, device, scanned=request.scanned)
+
+    def reading(self, update: OpenUpdate) -> AbstractContextManager[None]:
+        """A block in which nothing is unmapped that the update was lent, also if it ends meanwhile."""
+        return self.mappings.using(tuple(update.regions))
 
     def release(self, allocation_ids: Sequence[str]) -> int:
         """Unmap trainers' memory; returns how many mappings went.
