@@ -40,6 +40,14 @@ MAY_COME_AGAIN = (Reason.WRONG_STATE, Reason.MANIFEST_UNKNOWN)
 """Why a call that commits what another call began may be refused without ending the update."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Beginning:
+    """A begin whose manifest is being read, so that nothing is open yet. aborted: nothing shall be."""
+
+    update_id: str
+    aborted: bool = False
+
+
 class UpdateFlow:
     """Flows for the commands of an update; a FlowRunner advances them on the loop.
 
@@ -79,6 +87,7 @@ class UpdateFlow:
         self._clearing = False  # one of them brings the sequences in flight out of the way
         self._receiving_group = ""
         self._num_working = 0  # flows at work on the open update; its lease waits for them
+        self._beginnings: list[_Beginning] = []  # begins under way
         self._settled = Settled()
 
     @property
@@ -130,15 +139,20 @@ class UpdateFlow:
         return (yield from self._commit(command.update_id))
 
     def abort(self, command: messages.AbortUpdate) -> Flow:
-        """End an update; a receiver that is still at work has stopped when this replies."""
+        """End an update; a receiver that is still at work has stopped when this replies. One that is still
+        about to begin is refused by its begin.
+        """
         found, torn = self._updater.abort(command.update_id)  # from here on the receiver writes nothing
+        about_to_begin = [one for one in self._beginnings if one.update_id == command.update_id]
+        for one in about_to_begin:
+            one.aborted = True
         if found and self._num_receiving:
             self._interrupt_ended()
             if group := self._receiving_group:  # a collective ends only with its group
                 yield OffLoop(lambda: self._updater.groups.destroy(group))
             yield Until(lambda: self._num_receiving == 0)
         self._release_device()
-        return {"found": found, "torn": torn}
+        return {"found": found or bool(about_to_begin), "torn": torn}
 
     def rollback(self, command: messages.Rollback) -> Flow:
         """Bring the previous version back."""
@@ -178,6 +192,8 @@ class UpdateFlow:
 
     def _begin(self, request: BeginUpdate) -> Flow:
         began_at = self._records.now()
+        beginning = _Beginning(request.update_id)
+        self._beginnings.append(beginning)
         try:
             if request.adapter is not None:
                 asked = request
@@ -187,12 +203,16 @@ class UpdateFlow:
             else:
                 manifest = yield OffLoop(lambda: self._updater.resolve(request))
             yield Until(lambda: not self._gate.rolling_back)
+            if beginning.aborted:
+                raise UpdateRefused(Reason.UNKNOWN_UPDATE, f"update {request.update_id} was aborted")
             self._check_awake()  # memory may have been released meanwhile
             paused = self._gate.paused_by_user
             reply: BeginReply = self._updater.begin(request, manifest, paused=paused)
         except UpdateError as error:
             self._records.refused_at_begin(request, error, began_at)
             raise
+        finally:
+            self._beginnings.remove(beginning)
         self._records.opened(reply, began_at)
         opened = self._updater.open
         if opened is not None and opened.adapter is not None:

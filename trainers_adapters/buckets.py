@@ -97,7 +97,7 @@ class GpuMemory:
 
 
 class Bucket:
-    """Room for tensors of a manifest, each at a multiple of 256 bytes. Filled by one thread.
+    """Room for tensors of a manifest, each at a multiple of 256 bytes. Filled by one thread, sealed by any.
 
     Args:
         memory: closed with the bucket.
@@ -106,6 +106,7 @@ class Bucket:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._end = 0
+        self._streams: list[torch.cuda.Stream] = []  # that copies into it are queued on, on a GPU
         self.placed: list[Placed] = []
 
     @property
@@ -118,7 +119,7 @@ class Bucket:
 
     def clear(self) -> None:
         """Every engine has read what was in it."""
-        self._end, self.placed = 0, []
+        self._end, self.placed, self._streams = 0, [], []
 
     def has_room(self, nbytes: int) -> bool:
         return self._end + nbytes <= self.size
@@ -128,13 +129,17 @@ class Bucket:
         nbytes = tensor.numel() * dtype.itemsize
         view = self._memory.data[self._end : self._end + nbytes].view(dtype).view(tensor.shape)
         view.copy_(tensor.detach())
+        if self.on_gpu:
+            stream = torch.cuda.current_stream(self._memory.data.device)
+            if stream not in self._streams:
+                self._streams.append(stream)
         self.placed.append(Placed(index, self._end, view))
         self._end = align(self._end + nbytes)
 
     def sealed(self) -> list[int]:
         """The checksums of what is in it, in the order in which it came; waits until all of it is written."""
-        if self.on_gpu:
-            torch.cuda.current_stream(self._memory.data.device).synchronize()
+        for stream in self._streams:
+            stream.synchronize()
         return checksums([place.view for place in self.placed])
 
     def region(self) -> ShmSegment | CudaIpcRegion:

@@ -126,7 +126,7 @@ class CudaLending:
         tensors = [tensor for _, tensor in pairs]
         self._kept = tensors  # a source may make tensors as it goes; they live until the next push
         if self._lent is None or moved or not self._still_there():
-            self._scans, self._started = [], []
+            self._scans, self._started, self._key = [], [], []  # if it fails, nothing is as it was described
             self._lent = self._arrange(tensors, manifest)
             self._indexes = sorted({tensor.get_device() for tensor in tensors})
         self._key, self._columns = key, manifest.columns

@@ -40,7 +40,7 @@ from trainers_adapters.resident import resident_bytes
 from trainers_adapters.send_distributed import BroadcastGroup
 from trainers_adapters.send_ipc import IpcArena
 from trainers_adapters.send_tensor import TensorStream
-from trainers_adapters.sending import Outgoing, Sender, named_by_digest
+from trainers_adapters.sending import Outgoing, Sender, named_by_digest, settle_stream
 from trainers_adapters.sources import Source
 from weight_updater.errors import UpdateError
 from weight_updater.requests import (
@@ -276,6 +276,7 @@ class _Push:
 
     def _send_all(self, begun: list[BeginReply]) -> None:
         replies = {client.address: reply for client, reply in zip(self._clients, begun, strict=True)}
+        settle_stream()  # before other threads read the source
 
         def send(client: WeightsClient) -> UpdateReply:
             return self._sender.send(client, replies[client.address], self._outgoing)

@@ -129,6 +129,14 @@ def named_by_digest(
     return reply
 
 
+def settle_stream() -> None:
+    """Wait for what the calling thread has queued on its GPU's current stream. Threads that read what it has
+    written have other current streams, unless it is the default one.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().synchronize()
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """A tensor's logical row-major bytes: borrowed if it is contiguous on a CPU, else a copy."""
     flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8)

@@ -22,6 +22,8 @@ from weight_updater.requests import AdapterModule, AdapterSpec, Manifest, Tensor
 
 SIDES = ("lora_A", "lora_B")
 MAX_NAME = 200
+MAX_SCALING = torch.finfo(torch.float32).max
+"""Scalings are kept in float32; a larger one would fail no sooner than at the commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +223,11 @@ def check_spec(spec: AdapterSpec) -> None:
                 Reason.INVALID_UPDATE,
                 f"adapter {spec.name} has rank {module.rank} in {module.name}; it must be at least 1",
             )
-        if not abs(module.scaling) < float("inf"):
+        if not abs(module.scaling) <= MAX_SCALING:
             raise UpdateRefused(
                 Reason.INVALID_UPDATE,
-                f"adapter {spec.name} has scaling {module.scaling} in {module.name}; it must be finite",
+                f"adapter {spec.name} has scaling {module.scaling} in {module.name}; it must be finite in "
+                f"float32",
             )
 
 

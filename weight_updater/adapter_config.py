@@ -9,7 +9,7 @@ from typing import Any
 
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import AdapterSpec
-from weight_updater.safetensors_header import corrupt, open_regular, parse_json
+from weight_updater.safetensors_header import corrupt, open_regular, parse_json, read_at
 from weight_updater.safetensors_io import confined
 
 FILE = "adapter_config.json"
@@ -39,6 +39,11 @@ _REFUSED = (
 know the rank and the scaling of a module (a trainer that pushes names its modules instead).
 """
 
+_FREE_BASE = ("gaussian", "eva", "mica", "orthogonal")
+"""How peft fills A and B at first without a change of the base weights. Others (pissa, corda, olora, loftq,
+lora_ga) subtract what they fill in, so that B @ A is right over weights that no file of the adapter has.
+"""
+
 
 def read_spec(directory: str, asked: AdapterSpec) -> AdapterSpec:
     """`asked` with what the directory's adapter_config.json says.
@@ -54,6 +59,9 @@ def read_spec(directory: str, asked: AdapterSpec) -> AdapterSpec:
         raise _not_plain(asked, f"it has {on[0]}={_shown(config[on[0]])}")
     if config.get("bias", "none") != "none":
         raise _not_plain(asked, f"it trains biases (bias={_shown(config['bias'])})")
+    init = config.get("init_lora_weights")
+    if not (init is None or isinstance(init, bool) or (isinstance(init, str) and init.lower() in _FREE_BASE)):
+        raise _not_plain(asked, f"its init_lora_weights={_shown(init)} may have changed the base weights")
     rank: Any = config.get("r")
     alpha: Any = config.get("lora_alpha")
     if not (_is_number(rank, int) and 0 < rank <= MAX_RANK and _is_number(alpha, int | float)):
@@ -77,7 +85,7 @@ def _read(directory: str) -> tuple[str, dict[str, Any]]:
     try:
         if identity.size > MAX_BYTES:
             raise corrupt(path, f"a configuration of {identity.size} bytes")
-        return path, parse_json(os.pread(fd, identity.size, 0), path)
+        return path, parse_json(read_at(fd, identity.size, 0, path), path)
     finally:
         os.close(fd)
 

@@ -125,6 +125,7 @@ def _settle_graphs(graphs: GraphHooks, moved: list[str], recapture: Recapture, d
 def _undone(target: WeightTarget, write: Write, before: Mapping[str, int]) -> bool:
     """Whether the old weights, and all that is derived from them, are back."""
     try:
+        synchronise(target.device)  # a trainer may free what it lent once it hears of the fault
         if not write.undo():
             return False
         target.finalise()

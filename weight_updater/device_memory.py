@@ -6,7 +6,7 @@ Needs the package cuda-bindings, which comes with CUDA builds of torch; it is lo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -121,23 +121,23 @@ class MappedAllocation:
         own = torch.cuda.current_device() if for_device.index is None else for_device.index
         wire = runtime.cudaIpcMemHandle_t()
         wire.reserved = handle
+        self._open = False
         try:
-            _enter(self.index)
-            self._address: int = int(
-                _call(runtime.cudaIpcOpenMemHandle, wire, runtime.cudaIpcMemLazyEnablePeerAccess)
-            )
+            with _entered(self.index):
+                self._address: int = int(
+                    _call(runtime.cudaIpcOpenMemHandle, wire, runtime.cudaIpcMemLazyEnablePeerAccess)
+                )
+            self._open = True
             if self.index != own:
-                _enter(own)
-                _allow_peer(self.index)
+                with _entered(own):
+                    _allow_peer(self.index)
         except CudaCallFailed as error:
+            self.close()
             raise UpdateRefused(
                 Reason.MEMORY_UNAVAILABLE,
                 f"a CUDA IPC handle for {uuid} cannot be opened ({error}); is the trainer another process "
                 f"of this host (and container), and does it still hold the memory?",
             ) from error
-        finally:
-            _enter(own)
-        self._open = True
 
     @property
     def address(self) -> int:
@@ -146,8 +146,8 @@ class MappedAllocation:
     def check_holds(self, end: int) -> None:
         """Refuse (MEMORY_UNAVAILABLE) to look further than the allocation reaches, where the driver knows."""
         _, driver = _bindings()
-        _enter(self.index)
-        error, _, nbytes = driver.cuMemGetAddressRange(driver.CUdeviceptr(self._address))
+        with _entered(self.index):
+            error, _, nbytes = driver.cuMemGetAddressRange(driver.CUdeviceptr(self._address))
         if int(error) == 0 and end > int(nbytes):
             raise UpdateRefused(
                 Reason.MEMORY_UNAVAILABLE, f"a region ends at byte {end} of an allocation of {nbytes} bytes"
@@ -162,15 +162,19 @@ class MappedAllocation:
         if self._open:
             self._open = False
             runtime, _ = _bindings()
-            with torch.cuda.device(self.index):
-                _enter(self.index)
+            with _entered(self.index):
                 _call(runtime.cudaIpcCloseMemHandle, self._address)
 
 
-def _enter(index: int) -> None:
-    """Make a GPU this thread's current one, with its context, which driver calls need."""
+@contextlib.contextmanager
+def _entered(index: int) -> Iterator[None]:
+    """Make a GPU this thread's current one in the block, with its context, which driver calls need; a trainer
+    finds its own one current afterwards.
+    """
     runtime, _ = _bindings()
-    _call(runtime.cudaSetDevice, index)
+    with torch.cuda.device(index):
+        _call(runtime.cudaSetDevice, index)
+        yield
 
 
 def _allow_peer(index: int) -> None:
@@ -201,23 +205,23 @@ def identities_of(places: Sequence[tuple[int, int]]) -> list[int]:
     """Per (address, GPU) the identity of the allocation there, 0 where there is none; see `Allocation`."""
     _, driver = _bindings()
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
-    identities, entered = [], -1
-    for address, index in places:
-        if index != entered:
-            _enter(index)
-            entered = index
-        error, identity = driver.cuPointerGetAttribute(attribute, driver.CUdeviceptr(address))
-        identities.append(0 if int(error) else int(identity))
+    identities = [0] * len(places)
+    for index in dict.fromkeys([index for _, index in places]):
+        with _entered(index):
+            for at, (address, on) in enumerate(places):
+                if on == index:
+                    error, identity = driver.cuPointerGetAttribute(attribute, driver.CUdeviceptr(address))
+                    identities[at] = 0 if int(error) else int(identity)
     return identities
 
 
 def allocation_of(address: int, index: int) -> Allocation:
     """The allocation on GPU `index` that an address lies in."""
     _, driver = _bindings()
-    _enter(index)
-    base, nbytes = _call(driver.cuMemGetAddressRange, driver.CUdeviceptr(address))
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-    shareable = bool(_call(driver.cuPointerGetAttribute, attribute, driver.CUdeviceptr(address)))
+    with _entered(index):
+        base, nbytes = _call(driver.cuMemGetAddressRange, driver.CUdeviceptr(address))
+        shareable = bool(_call(driver.cuPointerGetAttribute, attribute, driver.CUdeviceptr(address)))
     return Allocation(int(base), int(nbytes), identities_of([(address, index)])[0], shareable)
 
 
@@ -226,9 +230,9 @@ def handle_of(allocation: Allocation, index: int) -> bytes | None:
     runtime, _ = _bindings()
     if not allocation.shareable:
         return None
-    _enter(index)
     try:
-        return bytes(_call(runtime.cudaIpcGetMemHandle, allocation.address).reserved)
+        with _entered(index):
+            return bytes(_call(runtime.cudaIpcGetMemHandle, allocation.address).reserved)
     except CudaCallFailed:
         return None
 
@@ -244,11 +248,11 @@ class DeviceBuffer:
         runtime, _ = _bindings()
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.nbytes = nbytes
-        _enter(self.index)
+        # Whole granules, since smaller allocations share theirs, and a handle would show it whole.
+        size = max(1, -(-nbytes // GRANULE_BYTES)) * GRANULE_BYTES
         try:
-            # Whole granules, since smaller allocations share theirs, and a handle would show it whole.
-            size = max(1, -(-nbytes // GRANULE_BYTES)) * GRANULE_BYTES
-            self._address: int = int(_call(runtime.cudaMalloc, size))
+            with _entered(self.index):
+                self._address: int = int(_call(runtime.cudaMalloc, size))
         except CudaCallFailed as error:
             raise UpdateRefused(
                 Reason.NO_MEMORY, f"no room for {nbytes} bytes on cuda:{self.index} to share ({error})"
@@ -265,7 +269,6 @@ class DeviceBuffer:
         if self.data is not None:
             self.data = None
             runtime, _ = _bindings()
-            with contextlib.suppress(CudaCallFailed), torch.cuda.device(self.index):
+            with contextlib.suppress(CudaCallFailed), _entered(self.index):
                 torch.cuda.synchronize(self.index)
-                _enter(self.index)
                 _call(runtime.cudaFree, self._address)

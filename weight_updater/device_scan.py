@@ -213,7 +213,7 @@ def copy_many(
 
 class Started:
     """A launch that is under way. Memory that it was told of must live until its `result`, or until what
-    is queued on the device has finished.
+    is queued on the device (behind `follow`: on the stream that follows) has finished.
 
     Args:
         results: what it finds, on the device.
@@ -225,6 +225,11 @@ class Started:
         self._results = results
         self._scan = scan
         self._stream = stream
+
+    def follow(self) -> None:
+        """Let what the caller's current stream gets from here on come after it; nothing is waited for."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def result(self) -> Found:
         """What it found; it has finished on the device when this returns."""

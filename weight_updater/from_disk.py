@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from weight_updater.device_sink import DeviceSink, make_sink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.plan import conflict, plan_update
 from weight_updater.requests import FromDisk, Manifest, TensorSpec
-from weight_updater.safetensors_header import Headers, corrupt
+from weight_updater.safetensors_header import FileIdentity, Headers, corrupt
 from weight_updater.safetensors_io import Checkpoint, open_checkpoint
 from weight_updater.small import Indexes
 
@@ -87,7 +87,8 @@ def receive(
     num_threads: int = 0,
     ring: HostRing | None = None,
     headers: Headers | None = None,
-) -> None:
+    seen: Mapping[str, FileIdentity] | None = None,
+) -> dict[str, FileIdentity]:
     """Read every needed tensor of `request.directory` into `sink`; blocks. WORKER.
 
     Args:
@@ -96,6 +97,10 @@ def receive(
         num_threads: 0 means one per core, up to 8 (16 for a device).
         ring: page-locked slots to read into, for the sink of a device; None takes the process's own.
         headers: as for `safetensors_io.open_checkpoint`.
+        seen: what an earlier reading returned; the files must still be the same.
+
+    Returns:
+        real path -> what file was read there.
 
     Raises:
         UpdateRefused: FILE_CORRUPT if a file changed, was truncated or cannot be read; what
@@ -103,8 +108,14 @@ def receive(
     """
     with open_checkpoint(request.directory, headers=headers) as checkpoint:
         _check_agrees(checkpoint, manifest)
+        if seen is not None and checkpoint.identities != seen:
+            raise corrupt(
+                checkpoint.directory,
+                "its files changed since they were looked at; begin again",
+            )
         _read(checkpoint, sink, needed, num_threads, ring)
         checkpoint.check_unchanged()
+        return checkpoint.identities
 
 
 def load_directory(target: WeightTarget, directory: str, *, num_threads: int = 0) -> Manifest:

@@ -69,6 +69,7 @@ class _Shared:
                 f"allocation {self.named.allocation_id} is mapped as segment {self.named.name} of "
                 f"{self.named.size} bytes, not {_describe(region)}; give every allocation an id of its own",
             )
+        self._opened.check_size()
         return self._mapping
 
     def is_linked(self) -> bool:
@@ -346,8 +347,7 @@ def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> l
                 f"{len(request.all_regions)} regions come without placements; say where each tensor lies, or "
                 f"lend one region with all tensors packed in order",
             )
-        offsets = [place.offset if place else 0 for place in plan.slots] if adopt else None
-        offsets = offsets or plan.packed_offsets
+        offsets = [place.offset if place else 0 for place in plan.slots] if adopt else plan.packed_offsets
         placements = [RegionPlacement(index, 0, offsets[index]) for index in plan.needed]
     else:
         placements = list(request.placements)

@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import DistNetworkError
 
 from weight_updater.buckets import BucketPlan, Cut
+from weight_updater.lingering import let_go_later
 from weight_updater.meeting import (
     FAILED,
     LOOK_S,
@@ -113,7 +114,10 @@ class GlooGroup:
     def wait(self, work: Work, bucket: int, timeout_s: float) -> None:
         """Until a broadcast has ended. Raises UpdateRefused: TIMEOUT or PEER_LOST."""
         with self._errors(f"broadcasting bucket {bucket}", timeout_s):
-            self._finish(work)
+            try:
+                self._finish(work)
+            finally:
+                del work  # see `_finish`
 
     def finish(self, timeout_s: float) -> None:
         """Until all ranks have put away all bytes. Raises UpdateRefused: TIMEOUT or PEER_LOST."""
@@ -156,8 +160,7 @@ class GlooGroup:
         """Drop the group, and at rank 0 the store with its port; harmless twice.
 
         gloo cannot be interrupted. After an error one of its operations may still run: it ends at its own
-        timeout, and a thread of ours waits for that instead of the caller. No daemon: an interpreter that
-        ends meanwhile would have C++ threads under way.
+        timeout, and a thread of ours waits for that instead of the caller.
 
         linger_s: after an error, keep the store that long, for the others to read why.
         """
@@ -166,24 +169,31 @@ class GlooGroup:
             held = [group, store]
             del group, store
             if self._failed or linger_s:  # what went wrong may have been no operation of the group
-                threading.Thread(target=_let_go, args=(held, linger_s), name="close-gloo").start()
+                port = self.member.port if self.member.rank == 0 else 0
+                let_go_later(held, linger_s, name="close-gloo", port=port)
             else:
-                _let_go(held, 0.0)
+                held.clear()  # the group's destructor waits for its operations, the store's frees the port
 
     def _finish(self, work: Work) -> None:
-        """Wait for an operation, but notice meanwhile that this or another rank gave up."""
+        """Wait for an operation, but notice meanwhile that this or another rank gave up.
+
+        An error's frames do not keep the operation: it holds the store, and with it rank 0's port.
+        """
         next_look = time.monotonic() + LOOK_S
         pause = 0.0
-        while not work.is_completed():
-            if self._stopped.is_set():
-                raise RuntimeError("the group was closed meanwhile")
-            if time.monotonic() >= next_look:
-                if self._store.check([FAILED]):  # raises if rank 0 is gone
-                    raise RuntimeError("a rank gave up")
-                next_look = time.monotonic() + LOOK_S
-            time.sleep(pause)
-            pause = min(pause + 0.0001, 0.001)
-        work.wait()
+        try:
+            while not work.is_completed():
+                if self._stopped.is_set():
+                    raise RuntimeError("the group was closed meanwhile")
+                if time.monotonic() >= next_look:
+                    if self._store.check([FAILED]):  # raises if rank 0 is gone
+                        raise RuntimeError("a rank gave up")
+                    next_look = time.monotonic() + LOOK_S
+                time.sleep(pause)
+                pause = min(pause + 0.0001, 0.001)
+            work.wait()
+        finally:
+            del work
 
     @contextlib.contextmanager
     def _errors(self, doing: str, timeout_s: float) -> Iterator[None]:
@@ -203,11 +213,6 @@ class GlooGroup:
                 told: str = self._store.get(FAILED).decode()
                 return told
         return ""
-
-
-def _let_go(held: list[Any], linger_s: float) -> None:
-    time.sleep(linger_s)
-    held.clear()  # the group's destructor waits for its operations, the store's frees the port
 
 
 def _meet(member: Member, store: Any, deadline: float) -> Any:

@@ -22,6 +22,7 @@ from weight_updater.buckets import BucketPlan, plan_buckets
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.gloo import GlooGroup
 from weight_updater.gloo_parent import ChildGroup
+from weight_updater.lingering import await_port
 from weight_updater.meeting import HeaderRefused, Member, listen
 from weight_updater.nccl import NcclGroup
 from weight_updater.nccl_receiver import NcclReceiver
@@ -205,6 +206,8 @@ class SenderGroup:
             raise UpdateRefused(
                 Reason.INVALID_UPDATE, f"world_size is {world_size}; it counts rank 0 as well"
             )
+        if master_port:
+            await_port(master_port, timeout_s)  # of a group that failed a moment ago
         listener = listen(master_address, master_port)
         self.port: int = listener.getsockname()[1]
         self._timeout_s = timeout_s
@@ -284,16 +287,22 @@ class SenderGroup:
         def arrive(num_left: int) -> None:
             while len(travelling) > num_left:
                 bucket, work = travelling.popleft()
-                group.wait(work, bucket, timeout_s)
+                try:
+                    group.wait(work, bucket, timeout_s)
+                finally:
+                    del work  # it holds the store: its port would be taken as long as an error lives
 
-        for bucket in range(len(plan)):
-            arrive(1)  # the other half's; this one is free
-            data = halves[bucket % 2][: plan.size(bucket)]
-            source.fill(bucket, data)
-            arrive(group.in_flight - 1)
-            travelling.append((bucket, group.broadcast(data, timeout_s)))
-        source.finish()
-        arrive(0)
+        try:
+            for bucket in range(len(plan)):
+                arrive(1)  # the other half's; this one is free
+                data = halves[bucket % 2][: plan.size(bucket)]
+                source.fill(bucket, data)
+                arrive(group.in_flight - 1)
+                travelling.append((bucket, group.broadcast(data, timeout_s)))
+            source.finish()
+            arrive(0)
+        finally:
+            travelling.clear()
 
 
 def _join(member: Member, device: torch.device | None, listener: socket.socket) -> GlooGroup | NcclGroup:

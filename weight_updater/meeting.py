@@ -26,10 +26,13 @@ from weight_updater.errors import Reason, UpdateRefused
 
 PROTOCOL = 2
 FAILED = "rollsync/failed"
+_MET = "rollsync/met"  # how many ranks have heard all hellos
+_ALL_MET = "rollsync/all met"
 LOOK_S = 0.25
 """How often who waits in an operation looks whether another rank gave up."""
 
 _POLL_S = 0.02
+_LEAVING_S = 3.0  # a trainer keeps the store of a group that failed for a second
 
 
 class HeaderRefused(UpdateRefused):
@@ -107,7 +110,7 @@ def connect(member: Member, listener: socket.socket | None) -> Any:
     """The store of a group; rank 0 hosts it on `listener`. torch's stubs leave out half of its methods."""
     limit = timedelta(seconds=member.timeout_s)
     if listener is None:
-        return TCPStore(member.address, member.port, None, False, limit, wait_for_workers=False)
+        return _join_store(member)
     return TCPStore(
         member.address,
         member.port,
@@ -117,6 +120,21 @@ def connect(member: Member, listener: socket.socket | None) -> Any:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def _join_store(member: Member) -> Any:
+    """The store that listens at rank 0's port; not that of a group which met, failed, and is about to leave
+    the port to the next one.
+    """
+    deadline = time.monotonic() + member.timeout_s
+    patience = time.monotonic() + _LEAVING_S
+    while True:
+        left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+        store: Any = TCPStore(member.address, member.port, None, False, left, wait_for_workers=False)
+        if time.monotonic() >= min(patience, deadline) or not store.check([FAILED, _ALL_MET]):
+            return store
+        del store
+        time.sleep(0.1)
 
 
 def say_hello(member: Member, store: Any, deadline: float, facts: Facts | None = None) -> None:
@@ -131,7 +149,7 @@ def say_hello(member: Member, store: Any, deadline: float, facts: Facts | None =
     claim, hello = f"rollsync/claim/{member.rank}", f"rollsync/hello/{member.rank}"
     if store.add(claim, 1) > 1:
         text = f"rank {member.rank} of {member.world_size} is taken already"
-        store.set(FAILED, text)
+        _leave_word(store, text)
         raise UpdateRefused(
             Reason.INVALID_UPDATE, f"{member}: {text}; give every engine a rank of its own in [1, world size)"
         )
@@ -148,6 +166,8 @@ def say_hello(member: Member, store: Any, deadline: float, facts: Facts | None =
         # Rank 0 first: it is the one whose word counts.
         for rank in range(member.world_size):
             _await_hello(member, store, rank, deadline, facts)
+        if store.add(_MET, 1) == member.world_size:
+            store.set(_ALL_MET, "yes")
     except BaseException:
         take_back_hello(member, store)
         raise
@@ -173,7 +193,7 @@ def _await_hello(member: Member, store: Any, rank: int, deadline: float, facts: 
             f"{member}: rank {rank} did not come within {member.timeout_s:g} s; has it the same address and "
             f"port, and does it join as a rollsync group?",
         )
-    theirs = json.loads(told)
+    theirs = _parsed(told)
     for name, ours in (
         ("group", member.group_name),
         ("world_size", member.world_size),
@@ -206,8 +226,24 @@ def _both(member: Member, rank: int, ours: object, theirs: object) -> str:
 
 def _rule_out(member: Member, store: Any, text: str) -> NoReturn:
     """Refuse the group here, and leave word for the others."""
-    store.set(FAILED, text)
+    _leave_word(store, text)
     raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {text}")
+
+
+def _leave_word(store: Any, text: str) -> None:
+    """Tell the others why they will not meet; not those of a group that has met, which a stranger came to."""
+    if not store.check([_ALL_MET]):
+        store.set(FAILED, text)
+
+
+def _parsed(told: bytes) -> dict[str, Any]:
+    """What a hello says; nothing if it is none of ours."""
+    try:
+        found = json.loads(told)
+    except (ValueError, RecursionError):
+        return {}
+    whole = isinstance(found, dict) and isinstance(found.get("same"), dict) and "place" in found
+    return found if whole else {}
 
 
 def compare_headers(member: Member, headers: Sequence[dict[str, str | int]]) -> None:

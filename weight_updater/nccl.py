@@ -31,6 +31,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore
 from weight_updater.buckets import BucketPlan
 from weight_updater.device_memory import device_uuid
 from weight_updater.errors import UpdateRefused
+from weight_updater.lingering import let_go_later
 from weight_updater.meeting import (
     FAILED,
     LOOK_S,
@@ -260,7 +261,7 @@ class NcclGroup:
         if store is not None and linger_s:
             held = [store]
             del store
-            threading.Thread(target=_let_go, args=(held, linger_s), name="close-nccl").start()
+            let_go_later(held, linger_s, name="close-nccl", port=self.member.port)
 
     def _abort_communicator(self) -> None:
         """End its operations on the device; a communicator that cannot be aborted in time is left behind."""
@@ -365,8 +366,3 @@ def _within(call: Callable[[], Any], deadline: float) -> Any:
     if error is not None:
         raise error
     return result
-
-
-def _let_go(held: list[Any], linger_s: float) -> None:
-    time.sleep(linger_s)
-    held.clear()  # the store frees the port

@@ -31,6 +31,7 @@ from weight_updater.requests import (
     Staging,
     UpdateState,
 )
+from weight_updater.safetensors_header import FileIdentity
 from weight_updater.sink import Sink
 from weight_updater.staging import StagingBuffers
 
@@ -120,6 +121,7 @@ class OpenUpdate:
     num_receiving: int = 0
     receives_streams: bool = False  # what is on its way comes in chunk streams
     finished: list[Request] = field(default_factory=list)  # requests that were received whole
+    regions: list[from_ipc.Region] = field(default_factory=list)  # of a trainer's memory, which it was lent
     adoption: from_ipc.Mapping | None = None  # what the commit adopts
     verifying: bool = False
     verified: bool = False
@@ -128,6 +130,7 @@ class OpenUpdate:
     transfer: Transfer = field(default_factory=Transfer)
     verify_s: float = 0.0
     directory: str = ""  # that the disk path read
+    looked_at: dict[str, FileIdentity] | None = None  # its files, if they were read before they are written
     has_checksums: bool = field(init=False)  # of every tensor that must arrive, and they are compared
 
     def __post_init__(self) -> None:

@@ -96,9 +96,13 @@ class Opener:
         )
 
     def _new_home(self) -> torch.Tensor:
-        """A copy of what is live, outside of the adopted arena, in which only the trainer may write."""
-        nbytes = self._target.arena.nbytes
-        home = allocate(nbytes, self._target.device, "weights that leave the adopted arena")
+        """A copy of what is live, outside of the adopted arena, in which only the trainer may write. Like the
+        engine's first arena it can be released and resumed.
+        """
+        arena, device = self._target.arena, self._target.device
+        home = allocate(
+            arena.nbytes, device, "weights that leave the adopted arena", lambda: arena.allocate(device)
+        )
         return home.copy_(self._target.buffer)
 
     def _sink(self, request: BeginUpdate, plan: Plan, staging: Staging, home: torch.Tensor | None) -> Sink:

@@ -211,6 +211,7 @@ class PinnedSegments:
             if held is None:
                 opened = SharedSegment.open(segment)
                 held = self._held[key] = _Held(opened, bytes_over(opened.buf))
+            held.segment.check_size()
             held.num_users += 1
             self._held.move_to_end(key)
             unused = [other for other in self._held if not self._held[other].num_users]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from weight_updater import from_disk, from_distributed, from_ipc, from_tensor
 from weight_updater.arena import WeightTarget
@@ -15,6 +16,7 @@ from weight_updater.manifests import Manifests, check_files
 from weight_updater.open_update import OpenUpdate, Request, check_received
 from weight_updater.pinned import PinnedSegments
 from weight_updater.requests import FromDisk, FromDistributed, FromIpc, FromTensor, Path
+from weight_updater.safetensors_header import FileIdentity
 
 PATH_OF: dict[type[Request], Path] = {
     FromDisk: Path.DISK,
@@ -128,6 +130,7 @@ class Receivers:
             return lambda: from_tensor.receive(request, update.sink, chunks, self._segments)
         lent = self.mappings.recall(request)
         self.mappings.pinned.update(region.allocation_id for region in lent.all_regions)
+        update.regions += lent.all_regions
         return lambda: self._ipc(update, lent)
 
     def is_instant(self, update: OpenUpdate, request: Request) -> bool:
@@ -137,6 +140,10 @@ class Receivers:
         lent = self.mappings.arranged(request.lent, update.plan, adopt=False)
         device = self.mappings.device
         return lent is not None and not reads_lent(update.sink, lent, device, scanned=request.scanned)
+
+    def reading(self, update: OpenUpdate) -> AbstractContextManager[None]:
+        """A block in which nothing is unmapped that the update was lent, also if it ends meanwhile."""
+        return self.mappings.using(tuple(update.regions))
 
     def release(self, allocation_ids: Sequence[str]) -> int:
         """Unmap trainers' memory; returns how many mappings went.
@@ -173,7 +180,7 @@ class Receivers:
         asked = update.request
         look = Look(update.plan, hashing=not asked.skip_checksums, find_nonfinite=not asked.allow_nonfinite)
         if isinstance(request, FromDisk):
-            self._read_disk(update, request, look)
+            update.looked_at = self._read_disk(update, request, look)
         else:
             assert request.segment is not None
             from_tensor.read_segment(request.segment, update.plan, look, self._segments)
@@ -191,7 +198,9 @@ class Receivers:
         self._read_disk(update, request, update.sink)
         update.directory = request.directory or update.request.directory
 
-    def _read_disk(self, update: OpenUpdate, request: FromDisk, sink: from_disk.ByteSink) -> None:
+    def _read_disk(
+        self, update: OpenUpdate, request: FromDisk, sink: from_disk.ByteSink
+    ) -> dict[str, FileIdentity]:
         named = request.directory or update.request.directory
         if not named:
             raise UpdateRefused(Reason.INVALID_UPDATE, "the disk path needs a directory")
@@ -199,12 +208,13 @@ class Receivers:
         headers = self._manifests.headers
         found = from_disk.read_manifest(directory, headers)
         check_files(update.plan.manifest, found, named)
-        from_disk.receive(
+        return from_disk.receive(
             dataclasses.replace(request, directory=directory),
             found,
             sink,
             needed=update.plan.needed,
             headers=headers,
+            seen=update.looked_at,
         )
 
     def _distributed(self, update: OpenUpdate, request: FromDistributed) -> None:

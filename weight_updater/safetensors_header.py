@@ -103,7 +103,8 @@ def header(entries: str, checksums: Sequence[int]) -> bytes:
 
 
 def open_regular(path: str, shown: str) -> tuple[int, FileIdentity]:
-    """Open a resolved path for reading; a missing file, a directory or a device is refused as `shown`.
+    """Open a resolved path for reading; a missing file, a directory or a device is refused as `shown`, and
+    so is (PATH_FORBIDDEN) a file that lies elsewhere, since a directory became a link after all was resolved.
 
     Returns the descriptor, which the caller closes.
     """
@@ -122,7 +123,20 @@ def open_regular(path: str, shown: str) -> tuple[int, FileIdentity]:
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
         raise UpdateRefused(Reason.FILE_NOT_FOUND, f"{shown} is not a regular file")
+    if _place_of(fd) not in ("", path, f"{path} (deleted)"):
+        os.close(fd)
+        raise UpdateRefused(
+            Reason.PATH_FORBIDDEN, f"{shown} was moved as it was opened, or its directory became a link"
+        )
     return fd, FileIdentity.of(found)
+
+
+def _place_of(fd: int) -> str:
+    """Where an open file lies, as the kernel sees it; "" where there is no /proc."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
 
 
 class Headers:
@@ -163,14 +177,15 @@ class Headers:
         parts = tuple([stored.manifest.columns for stored in files])
         if len(parts) == 1:
             return files[0].manifest
-        if self._joined is None or self._joined[0] != parts:
+        known = self._joined  # another thread may replace it
+        if known is None or known[0] != parts:
             names, dtypes, shapes = (
                 [one for part in parts for one in getattr(part, field)]
                 for field in ("names", "dtypes", "shapes")
             )
-            self._joined = parts, Columns(names, dtypes, shapes)
+            known = self._joined = parts, Columns(names, dtypes, shapes)
         checksums = [value for stored in files for value in stored.manifest.checksums]
-        return Manifest.of(self._joined[1], checksums)
+        return Manifest.of(known[1], checksums)
 
 
 class _Known(NamedTuple):
@@ -193,14 +208,14 @@ def _split(raw: bytes) -> tuple[bytes, bytes]:
 def _header_bytes(fd: int, size: int, path: str) -> bytes:
     if size < 8:
         raise corrupt(path, f"header too small: the file has {size} bytes")
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    length = int.from_bytes(read_at(fd, 8, 0, path), "little")
     if length > MAX_HEADER_BYTES:
         raise corrupt(
             path, f"header too large: {length} bytes; is it a safetensors file, not a pointer to one?"
         )
     if 8 + length > size:
         raise corrupt(path, f"invalid header length: {length} bytes in a file of {size}")
-    raw = os.pread(fd, length, 8)
+    raw = read_at(fd, length, 8, path)
     if len(raw) != length:
         raise corrupt(path, "it was truncated while it was read")
     return raw
@@ -226,6 +241,14 @@ def _parse(raw: bytes, size: int, path: str) -> StoredFile:
     columns = Columns([t[2] for t in tensors], [t[3] for t in tensors], [t[4] for t in tensors])
     checksums = _checksums(metadata.get(CHECKSUMS_KEY), columns.names, path)
     return StoredFile(Manifest.of(columns, checksums), [data_start + t[0] for t in tensors], path)
+
+
+def read_at(fd: int, size: int, offset: int, path: str) -> bytes:
+    """Up to `size` bytes of an open file. Raises UpdateRefused (FILE_CORRUPT): it cannot be read."""
+    try:
+        return os.pread(fd, size, offset)
+    except OSError as error:
+        raise corrupt(path, f"it cannot be read: {os.strerror(error.errno or 0)}") from error
 
 
 def corrupt(path: str, what: str) -> UpdateRefused:

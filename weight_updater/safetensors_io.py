@@ -40,6 +40,7 @@ from weight_updater.safetensors_header import (
     header,
     open_regular,
     parse_json,
+    read_at,
 )
 
 SINGLE = "model.safetensors"
@@ -148,6 +149,8 @@ def _open_sharded(checkpoint: Checkpoint, allowed: Sequence[str], headers: Heade
     weight_map = _read_index(checkpoint, index_path)
     # All names are checked before the first is opened.
     paths = {file: confined(base, file, allowed) for file in sorted(set(weight_map.values()))}
+    if len(set(paths.values())) < len(paths):
+        raise corrupt(index_path, "it names one file twice, by way of a link or in another spelling")
     stored: list[StoredFile] = []
     for file, path in paths.items():
         found = _read_file(checkpoint, path, headers)
@@ -175,7 +178,9 @@ def _read_file(checkpoint: Checkpoint, path: str, headers: Headers) -> StoredFil
 def _read_index(checkpoint: Checkpoint, path: str) -> dict[str, str]:
     """Tensor name -> file of the index; both are strings, nothing more is known of them."""
     if not os.path.lexists(path):
-        others = sorted(name for name in os.listdir(checkpoint.directory) if name.endswith(".safetensors"))
+        others: list[str] = []
+        with contextlib.suppress(OSError):  # it may be gone by now, or not to be listed
+            others = sorted(n for n in os.listdir(checkpoint.directory) if n.endswith(".safetensors"))
         hint = f"; it holds {', '.join(others[:3])}, is the writer still at work?" if others else ""
         raise UpdateRefused(
             Reason.FILE_NOT_FOUND, f"{checkpoint.directory} holds neither {SINGLE} nor {INDEX}{hint}"
@@ -185,7 +190,7 @@ def _read_index(checkpoint: Checkpoint, path: str) -> dict[str, str]:
     checkpoint.identities[path] = identity
     if identity.size > _MAX_INDEX_BYTES:
         raise corrupt(path, f"an index of {identity.size} bytes")
-    weight_map = parse_json(os.pread(fd, identity.size, 0), path).get("weight_map")
+    weight_map = parse_json(read_at(fd, identity.size, 0, path), path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise corrupt(path, "weight_map is missing or empty")
     if not all(isinstance(file, str) for file in weight_map.values()):

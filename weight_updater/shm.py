@@ -151,6 +151,21 @@ class SharedSegment:
         """Whether the segment still has its name: nobody has removed it."""
         return os.fstat(self._fd).st_nlink > 0
 
+    def check_size(self) -> None:
+        """For a mapping that was kept: refuse a segment that has shrunk, which nobody may read beyond its end
+        (the system kills who does).
+
+        Raises:
+            UpdateRefused (MEMORY_UNAVAILABLE): it is smaller than it was.
+        """
+        size = os.fstat(self._fd).st_size
+        if size < self.descriptor.size:
+            raise UpdateRefused(
+                Reason.MEMORY_UNAVAILABLE,
+                f"shared-memory segment {self.descriptor.name} has shrunk from {self.descriptor.size} bytes "
+                f"to {size} since it was mapped; make a new one",
+            )
+
     def close(self) -> None:
         """Give back the mapping and the descriptor; harmless twice. Does not unlink."""
         if self._mapping is None:

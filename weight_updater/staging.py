@@ -7,7 +7,7 @@ weights stay what they are in all of them but `Rebind`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -120,10 +120,12 @@ class StagingBuffers:
         return self._scratch
 
 
-def allocate(nbytes: int, device: torch.device, purpose: str) -> torch.Tensor:
-    """Zeroed bytes, or a refusal that says what they were for."""
+def allocate(
+    nbytes: int, device: torch.device, purpose: str, take: Callable[[], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Zeroed bytes, or a refusal that says what they were for. take: how they are taken, if not by torch."""
     try:
-        return aligned_zeros(nbytes, device)
+        return aligned_zeros(nbytes, device) if take is None else take()
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
         raise UpdateRefused(
             Reason.NO_MEMORY, f"no room for {purpose}: {nbytes} bytes on {device} ({error})"
@@ -217,7 +219,10 @@ class Exchange:
 
 
 class CopyBorrowed:
-    """Copy what a sink borrowed straight from the trainer's memory into `live`, casting where needed."""
+    """Copy what a sink borrowed straight from the trainer's memory into `live`, casting where needed.
+
+    On a GPU `run` returns before it has happened; what the current stream gets next comes behind it.
+    """
 
     def __init__(self, target: WeightTarget, live: torch.Tensor, sink: Sink) -> None:
         def copies() -> tuple[Pairs, Launch | None]:
@@ -240,7 +245,7 @@ class CopyBorrowed:
 
     def run(self) -> None:
         if self._launch is not None:
-            self._launch.run()
+            self._launch.start().follow()
         else:
             for destination, source in self._copies:
                 copy_bytes(destination, source)

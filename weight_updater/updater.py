@@ -222,7 +222,8 @@ class WeightUpdater:
             self._verify(receive.update)
 
     def _verify(self, update: OpenUpdate) -> None:
-        with update.verification():
+        with self._receivers.reading(update), update.verification():
+            self._require(update.update_id)  # else what it was lent may be unmapped already
             check_received(update)
             if update.adapter is not None:
                 self.adapters.expect(update)

@@ -13,8 +13,10 @@ import torch
 
 ALIGNMENT = 16
 WORD = 8
-NUM_SLOTS = 8
-"""Pinned buffers in turn: a step in flight may still read the ones it was made up in."""
+NUM_SLOTS = 24
+"""Pinned buffers in turn: a step in flight may still read the ones it was made up in, and to wait for those
+is to wait for that step. It takes up to twelve, where rows have penalties, biases and truncation.
+"""
 FIRST_SLOT_BYTES = 1 << 20
 
 

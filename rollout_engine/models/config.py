@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,16 @@ from rollout_engine.errors import ConfigError, EngineError, Reason
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ROPE_TYPES = ("default", "linear", "llama3")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+PARTIAL = "partial_rotary_factor"
+ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +85,8 @@ class ModelConfig:
             ConfigError: a context_length beyond the model's.
         """
         raw = read_json(directory / "config.json")
-        architecture = (raw.get("architectures") or [""])[0]
+        named = raw.get("architectures")
+        architecture = named[0] if isinstance(named, list) and named else named
         if architecture not in known:
             raise invalid(
                 directory,
@@ -87,14 +99,9 @@ class ModelConfig:
                 directory,
                 f"its weights are quantised ({method}); only float32, bfloat16 and float16 are served",
             )
-        # transformers fills in the defaults of each architecture and unifies the spellings of releases.
-        from transformers import AutoConfig
-
-        hf = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False).to_dict()
-        if hf.get("hidden_act", "silu") != "silu":
-            raise invalid(directory, f"hidden_act is {hf['hidden_act']!r}; only 'silu' is supported")
-        length = _context_length(directory, hf, context_length)
-        num_heads = hf["num_attention_heads"]
+        hf = _by_transformers(directory)
+        _refuse_others(directory, architecture, raw, hf)
+        num_heads, num_kv_heads, head_dim = _heads(directory, hf)
         return cls(
             architecture=architecture,
             vocab_size=hf["vocab_size"],
@@ -102,10 +109,10 @@ class ModelConfig:
             intermediate_size=hf["intermediate_size"],
             num_layers=hf["num_hidden_layers"],
             num_heads=num_heads,
-            num_kv_heads=hf.get("num_key_value_heads") or num_heads,
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             rms_norm_eps=hf["rms_norm_eps"],
-            context_length=length,
+            context_length=_context_length(directory, hf, context_length),
             eos_token_ids=_eos_token_ids(directory, hf),
             dtype=_dtype(directory, raw, dtype),
             tie=bool(hf.get("tie_word_embeddings", False)),
@@ -113,6 +120,53 @@ class ModelConfig:
             mlp_bias=bool(hf.get("mlp_bias", False)),
             rope=_rope(directory, hf),
         )
+
+
+def _by_transformers(directory: Path) -> dict[str, Any]:
+    """config.json as transformers reads it, which fills in the defaults of each architecture, unifies the
+    spellings of releases, and refuses what it finds impossible.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (AttributeError, LookupError, OSError, TypeError, ValueError, StrictDataclassError) as error:
+        text = " ".join(str(error).split())
+        raise invalid(directory, f"transformers refuses its config.json ({text})") from error
+    found: dict[str, Any] = config.to_dict()
+    return found
+
+
+def _refuse_others(directory: Path, architecture: str, raw: dict[str, Any], hf: dict[str, Any]) -> None:
+    """Refuse models that would be computed otherwise than here.
+
+    Args:
+        raw: config.json. hf: as transformers reads it.
+    """
+    model_type = str(raw.get("model_type"))  # transformers may read one Mistral as another
+    if model_type.replace("_", "") != architecture.removesuffix("ForCausalLM").lower():
+        raise invalid(
+            directory, f"its model_type is {model_type!r}, which is another model than {architecture}"
+        )
+    if wrong := [name for name in SIZES if not hf.get(name, 1) > 0]:
+        raise invalid(directory, f"its {wrong[0]} is {hf[wrong[0]]}; it must be at least 1")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise invalid(directory, f"hidden_act is {hf['hidden_act']!r}; only 'silu' is supported")
+    if not hf.get("is_causal", True):
+        raise invalid(directory, "its tokens attend to later ones, too (is_causal is false)")
+
+
+def _heads(directory: Path, hf: dict[str, Any]) -> tuple[int, int, int]:
+    """Query heads, kv heads, and the size of each."""
+    num_heads: int = hf["num_attention_heads"]
+    num_kv_heads: int = hf.get("num_key_value_heads") or num_heads
+    head_dim: int = hf.get("head_dim") or hf["hidden_size"] // num_heads
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise invalid(directory, f"{num_heads} query heads cannot share {num_kv_heads} kv heads evenly")
+    if head_dim % 2:
+        raise invalid(directory, f"its head_dim is {head_dim}; a rotation takes pairs")
+    return num_heads, num_kv_heads, head_dim
 
 
 def invalid(directory: Path, problem: str) -> EngineError:
@@ -141,6 +195,8 @@ def _context_length(directory: Path, hf: dict[str, Any], wanted: int) -> int:
     length = wanted or limit
     window = hf.get("sliding_window")
     layered = hf.get("layer_types") or []
+    if others := sorted(set(layered) - {"full_attention", "sliding_attention"}):
+        raise invalid(directory, f"it has layers of {others[0]!r}; only full attention is supported")
     windowed = "sliding_attention" in layered if layered else hf.get("use_sliding_window", True)
     if window and windowed and window < length:
         raise ConfigError(
@@ -158,6 +214,8 @@ def _eos_token_ids(directory: Path, hf: dict[str, Any]) -> tuple[int, ...]:
     for source in (*sources, hf):
         value = source.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if not isinstance(token_id, int):
+                raise invalid(directory, f"its eos_token_id is {value!r}; it must be an id, or a list of ids")
             ids[int(token_id)] = None
     return tuple(ids)
 
@@ -166,7 +224,7 @@ def _dtype(directory: Path, raw: dict[str, Any], wanted: str) -> torch.dtype:
     name = raw.get("dtype") or raw.get("torch_dtype") if wanted == "auto" else wanted
     if name is None:
         return _stored_dtype(directory)
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise invalid(directory, f"its dtype is {name!r}; set dtype to one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
@@ -187,18 +245,32 @@ def _stored_dtype(directory: Path) -> torch.dtype:
 def _rope(directory: Path, hf: dict[str, Any]) -> RopeConfig:
     # transformers 5 keeps everything in rope_parameters; 4 has rope_theta beside rope_scaling.
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if nested := [key for key, value in scaling.items() if isinstance(value, dict)]:
+        raise invalid(directory, f"its layers rotate differently (rope_parameters of {nested[0]!r})")
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise invalid(directory, f"its rope_type is {rope_type!r}; supported: {', '.join(ROPE_TYPES)}")
-    if (scaling.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise invalid(directory, "it rotates a part of each head only (partial_rotary_factor)")
+    if any(partial not in (None, 1) for partial in (scaling.get(PARTIAL), hf.get(PARTIAL))):
+        raise invalid(directory, f"it rotates a part of each head only ({PARTIAL})")
+
+    def number(name: str, default: float | None) -> float:
+        value = scaling.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise invalid(directory, f"its rope_parameters say {name}={value!r}, which is no positive number")
+        return float(value)
+
+    theta = number("rope_theta", hf.get("rope_theta", 10000.0))
+    if rope_type == "default":
+        return RopeConfig(rope_type, theta)
+    if rope_type == "linear":
+        return RopeConfig(rope_type, theta, number("factor", None))
+    # As in transformers, what stands beside the other parameters goes first.
+    beside = hf.get(ORIGINAL)
     return RopeConfig(
-        rope_type=rope_type,
-        theta=float(scaling.get("rope_theta") or hf.get("rope_theta") or 10000.0),
-        factor=float(scaling.get("factor") or 1.0),
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        original_context=int(
-            scaling.get("original_max_position_embeddings") or hf["max_position_embeddings"]
-        ),
+        rope_type,
+        theta,
+        factor=number("factor", None),
+        low_freq_factor=number("low_freq_factor", None),
+        high_freq_factor=number("high_freq_factor", None),
+        original_context=int(number(ORIGINAL, hf["max_position_embeddings"]) if beside is None else beside),
     )

@@ -12,7 +12,7 @@ import gc
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -47,8 +47,11 @@ def capture_graph(work: Callable[[], object], pool: Any) -> Graph:
     graph.capture_begin(pool, capture_error_mode="thread_local")
     try:
         work()
-    finally:
-        graph.capture_end()
+    except BaseException:
+        with suppress(RuntimeError):  # that the capture is spoiled, which would hide by what
+            graph.capture_end()
+        raise
+    graph.capture_end()
     return graph
 
 
@@ -172,8 +175,11 @@ class Graphs:
         self.is_owed = False
 
     def capture(self) -> None:
-        """Capture everything anew. The device must be idle. Old graphs are freed first, all of them."""
-        self.release()
+        """Capture everything anew. The device must be idle. Old graphs are freed first, all of them.
+
+        Where that fails, none is left, and what was owed is owed still.
+        """
+        self._free()
         torch.cuda.synchronize(self._stream.device)
         torch.cuda.empty_cache()  # gives the memory of the old graphs back
         pool = torch.cuda.graph_pool_handle()
@@ -182,13 +188,22 @@ class Graphs:
                 for runner in self._runners:
                     runner.capture(pool)
         except BaseException:
-            self.release()  # some of the sizes of a runner are worse than none
+            self._free()  # some of the sizes of a runner are worse than none
             raise
         self._stream.synchronize()
+        self.is_owed = False
+
+    def capture_owed(self) -> None:
+        """Capture what was put off, if anything was and all memory is there by now."""
+        if self.is_owed and self._has_memory():
+            self.capture()
 
     def release(self) -> None:
         """Free every graph."""
         self.is_owed = False
+        self._free()
+
+    def _free(self) -> None:
         for runner in self._runners:
             runner.release()
 

@@ -103,6 +103,7 @@ class ModelRunner:
         self.forward_counts = dict.fromkeys(
             ("eager", "decode_graph", "prefill_graph", "split_prefill", "idle"), 0
         )
+        self._weights_released = False
         self._stage = Stage.CREATED
 
     def _enter(self, stage: Stage) -> None:
@@ -182,8 +183,7 @@ class ModelRunner:
             self.prefill_graph = self._prefill_graph_runner()
         log.info("kernels_loading", note="compiled at first use on a machine: some seconds")
         if runners := [runner for runner in (self.decode_graph, self.prefill_graph) if runner is not None]:
-            pool = self.token_to_kv_pool
-            self.graphs = Graphs(runners, self.forward_stream, lambda: not pool.is_released)
+            self.graphs = Graphs(runners, self.forward_stream, self._has_memory)
             self.graphs.capture()
         with torch.inference_mode(), torch.cuda.stream(self.forward_stream):
             warm_up(self)
@@ -281,16 +281,21 @@ class ModelRunner:
 
     def release_weights(self) -> int:
         """Give the weights' memory back, their addresses kept; bytes freed. Their contents are gone."""
+        self._weights_released = True
         return discard_contents(self.target.buffer)
 
     def resume_weights(self) -> int:
-        """Make the weights writable again; bytes that the next full update will take.
+        """Make the weights writable again; bytes that the next full update will take. Graphs that wait for
+        them are captured.
 
         Raises:
-            torch.OutOfMemoryError: a GPU has not enough now; the weights stay released.
+            torch.OutOfMemoryError: a GPU has not enough now; call it again.
         """
         restore_contents(self.target.buffer)
+        self._weights_released = False
         self.target.finalise()
+        if self.graphs is not None:
+            self.graphs.capture_owed()
         return self.target.buffer.numel()
 
     def release_graphs(self) -> int:
@@ -317,12 +322,16 @@ class ModelRunner:
 
     def resume_kv(self) -> int:
         """Take the KV pool's memory again, zeroed, in the same tensors; bytes taken. Graphs that an update
-        had to give up without it are captured again.
+        had to give up without it are captured again, once the weights are there too.
         """
         taken = self.token_to_kv_pool.resume()
-        if self.graphs is not None and self.graphs.is_owed:
-            self.graphs.capture()
+        if self.graphs is not None:
+            self.graphs.capture_owed()
         return taken
+
+    def _has_memory(self) -> bool:
+        """Whether weights and KV pool are there, over which graphs are captured."""
+        return not (self._weights_released or self.token_to_kv_pool.is_released)
 
 
 def _fetch_for(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], None] | None:

@@ -148,3 +148,16 @@ def test_a_launch_that_was_started_goes_on_by_itself():
     dropped = launch.start()
     del dropped
     assert int(launch.run().totals[0]) == scan(data.cpu()).total
+
+
+def test_what_follows_a_launch_comes_behind_it():
+    source = some_bytes(64 << 20)
+    destination = torch.zeros_like(source)
+    launch = Launch(DEVICE, [(destination, source)], None)
+    launch.run()  # its table is on the device then, which is waited for
+    destination.zero_()
+    torch.cuda._sleep(1_000_000_000)  # about half a second, and the launch comes behind it
+    launch.start().follow()
+    copied = destination.clone()
+    assert not torch.cuda.current_stream().query(), "the launch was waited for"
+    assert torch.equal(copied, source)

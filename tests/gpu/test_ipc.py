@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.children import Child
 from tests.engines import RunningEngine
+from weight_updater.device_memory import DeviceBuffer, allocation_of, handle_of, identities_of
 
 pytestmark = pytest.mark.gpu
 
@@ -114,6 +116,20 @@ def test_what_cannot_be_lent_as_it_is(kind, gpu_engine, tiny_bf16_dir, start_tra
             child.ask("train", seed=21)
             assert_live(gpu_engine, child, child.ask("push", staging=staging))
         child.ask("close")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_who_lends_memory_of_another_gpu_keeps_its_own_current():
+    torch.cuda.set_device(0)
+    far = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda:1")
+    allocation = allocation_of(far.data_ptr(), 1)
+    assert handle_of(allocation, 1) is not None
+    assert identities_of([(far.data_ptr(), 1)]) == [allocation.identity]
+    buffer = DeviceBuffer(100, torch.device("cuda", 1))
+    assert buffer.data is not None
+    assert buffer.data.get_device() == 1
+    buffer.close()
+    assert torch.zeros(1, device="cuda").get_device() == torch.cuda.current_device() == 0
 
 
 def test_generation_goes_on_while_an_update_is_staged(gpu_engine, trainer):

@@ -216,6 +216,29 @@ def test_graphs_released_and_resumed(model_dir):
     assert (after.output_ids, after.logprobs) == (before.output_ids, before.logprobs)
 
 
+def test_graphs_that_were_put_off_wait_for_weights_and_pool(model_dir):
+    """An update would have moved what they are captured over while the KV pool had no memory."""
+    model = engine(model_dir)
+    runner, graphs = model.runner, model.runner.graphs
+    params = dataclasses.replace(GREEDY, max_tokens=3, ignore_eos=True, seed=1)
+    before = model.generate([tokens_for(30)], params)[0]
+    weights = runner.target.buffer.clone()
+    runner.release_kv()
+    assert (graphs.recapture(), graphs.num_captured()) == (0, 0)
+    runner.release_weights()
+    runner.resume_kv()
+    assert graphs.num_captured() == 0, "the weights have no memory"
+    runner.resume_weights()
+    assert graphs.num_captured() == len(SIZES) + len(DECODE_SIZES)
+    runner.target.buffer.copy_(weights)
+    runner.target.finalise()
+    torch.cuda.synchronize()
+    model.restart()
+    after = model.generate([tokens_for(30)], params)[0]
+    assert (after.output_ids, after.logprobs) == (before.output_ids, before.logprobs)
+    assert runner.forward_counts["eager"] == 0
+
+
 def test_overlap_changes_nothing_where_passes_are_captured(model_dir):
     """Chunks beside decode rows, whose tokens only the device knows when a pass is made up."""
     model = engine(model_dir, max_prefill_tokens=48)

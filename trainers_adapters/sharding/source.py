@@ -287,6 +287,8 @@ class ShardedSource:
     def _reserve(self, parts: Sequence[Part]) -> None:
         """Run out of memory before the collective, where it can be said, rather than within it."""
         device = device_of(parts[0].refs[0].get())
+        if device.type == "cuda":  # threads that sent the bucket before did so on their default stream
+            torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
         torch.empty(sum(map(_nbytes, parts)), dtype=torch.uint8, device=device)
 
     def _made(self, parts: Sequence[Part]) -> Named:

@@ -81,6 +81,7 @@ WRONG = {
     "name": (asked(name="a\nb"), "INVALID_UPDATE", "printable characters"),
     "no name": (asked(name=""), "INVALID_UPDATE", "printable characters"),
     "scaling": (asked(scaling=float("nan")), "INVALID_UPDATE", "must be finite"),
+    "scaling beyond float32": (asked(scaling=1e39), "INVALID_UPDATE", "must be finite in float32"),
     "NaN": (spoilt(float("nan")), "NONFINITE", Q_A),
     "infinity": (spoilt(float("inf")), "NONFINITE", Q_A),
 }
@@ -215,7 +216,13 @@ def held_folder(engine: Desk) -> str:
 
 @pytest.mark.parametrize(
     "config",
-    [{"use_dora": True}, {"bias": "all"}, {"rank_pattern": {"q_proj": 2}}, {"modules_to_save": ["norm"]}],
+    [
+        {"use_dora": True},
+        {"bias": "all"},
+        {"rank_pattern": {"q_proj": 2}},
+        {"modules_to_save": ["norm"]},
+        {"init_lora_weights": "pissa"},
+    ],
     ids=lambda config: next(iter(config)),
 )
 def test_a_directory_with_more_than_plain_lora_is_refused_by_what_it_has(config, engine, tied_dir, name):

@@ -15,6 +15,7 @@ from trainers_adapters.cuda_lending import CudaLending, Lent
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksum
 from weight_updater.device_memory import Allocation
+from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import Manifest, TensorSpec
 
 
@@ -178,6 +179,30 @@ def test_what_has_no_handle_goes_through_a_buffer(memory: Memory) -> None:
     lending.close()
     assert memory.freed == [512, 512 + 1024]
     assert lending.allocation_ids == set()
+
+
+def test_what_could_not_be_lent_leaves_nothing_behind_for_what_was_lent_before(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines would read a buffer that nobody fills any more."""
+    data = memory.allocate(4096)
+    first = {"a": view(data, 0, 8), "b": view(data, 512, 4, 6).t()}
+    second = {"a": view(data, 0, 8).view(2, 4).t(), "b": view(data, 512, 4, 6).t()}
+    lending = CudaLending()
+    lend(lending, first)
+
+    def no_room(nbytes: int, device: torch.device) -> None:
+        raise UpdateRefused(Reason.NO_MEMORY, "no room")
+
+    with monkeypatch.context() as full:
+        full.setattr(cuda_lending, "DeviceBuffer", no_room)
+        with pytest.raises(UpdateRefused, match="no room"):
+            lend(lending, second)
+    for step in (1.0, 2.0):
+        for tensor in first.values():
+            tensor.fill_(step)
+        assert_seen(memory, lend(lending, first), first)
+        assert lending.scan()[0] == [checksum(tensor) for tensor in first.values()]
 
 
 @pytest.mark.parametrize("acknowledged", [True, False])

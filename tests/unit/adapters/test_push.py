@@ -117,6 +117,21 @@ def test_one_engine_gets_the_trainers_bytes_and_the_trainer_keeps_them(make, mod
     ]
 
 
+def test_no_other_thread_reads_before_the_gpu_has_written(module, engines, clients, monkeypatch):
+    """The trainer may have queued its writes on a stream that is no other thread's."""
+    waited: list[tuple[str, list[str]]] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            waited.append((threading.current_thread().name, list(engines[0].events)))
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    push_weights(ModuleSource(module), clients[0], via=TensorStream(), verify=False)
+    assert waited == [(threading.current_thread().name, ["BeginUpdate"])]
+    assert "UpdateWeightsFromTensor" in engines[0].events
+
+
 def test_a_manifest_that_was_seen_is_named_by_its_digest(module, engines, clients):
     source = ModuleSource(module)
     push_weights(source, clients[0])

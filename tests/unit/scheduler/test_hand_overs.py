@@ -14,7 +14,7 @@ from tests.unit.scheduler.hand_engine import HandEngine
 from tests.unit.weight_updater.test_adopt import Trainer
 from tests.unit.weight_updater.tiny_target import TinyTarget, weights
 from weight_updater import live
-from weight_updater.requests import FromIpc, FromTensor, Inflight, Path, Staging
+from weight_updater.requests import BeginUpdate, FromIpc, FromTensor, Inflight, Manifest, Path, Staging
 from weight_updater.slot_scan import slot_checksums
 
 PROMPT = [3, 5, 8]
@@ -85,6 +85,38 @@ def test_no_update_begins_over_memory_that_was_released_meanwhile(hand: HandEngi
     assert reply.error is not None
     assert reply.error.reason == "ASLEEP"
     assert hand.updater.version == 4
+
+
+@pytest.mark.parametrize("in_one_call", [False, True])
+def test_an_abort_that_comes_while_the_manifest_is_read_ends_the_begin(
+    hand: HandEngine, monkeypatch: pytest.MonkeyPatch, in_one_call: bool
+) -> None:
+    """It found nothing to abort; the update opened behind it, and stayed until its lease ran out."""
+    reading, go_on = threading.Event(), threading.Event()
+    resolve = hand.updater.resolve
+
+    def slow(request: BeginUpdate) -> Manifest:
+        reading.set()
+        assert go_on.wait(10)
+        return resolve(request)
+
+    monkeypatch.setattr(hand.updater, "resolve", slow)
+    request = hand.begin(5, update_id="u")
+    tensor = FromTensor("", hand.segment.descriptor)
+    if in_one_call:
+        begin = hand.call(messages.Update, tensor=tensor, begin=request)
+    else:
+        begin = hand.call(messages.Begin, request)
+    hand.turn_until(reading.is_set)
+    assert hand.done(hand.call(messages.AbortUpdate, "another")) == {"found": False, "torn": False}
+    assert hand.done(hand.call(messages.AbortUpdate, "u")) == {"found": True, "torn": False}
+    go_on.set()
+    error = hand.reply(begin).error
+    assert error is not None
+    assert (error.reason, error.message) == ("UNKNOWN_UPDATE", "update u was aborted")
+    assert (hand.updater.open, hand.updater.version) == (None, 4)
+    assert hand.done(hand.call(messages.AbortUpdate, "u")) == {"found": False, "torn": False}
+    assert hand.done(hand.push(5, update_id="u"))["version"] == 5, "an abort ends what came before it only"
 
 
 def test_a_rollback_undoes_no_other_commit_than_the_one_that_it_was_asked_for(hand: HandEngine) -> None:

@@ -67,6 +67,17 @@ def test_other_kinds_of_adapters_are_refused_by_their_setting(tmp_path, setting)
     assert refused.value.reason is Reason.INVALID_UPDATE
 
 
+def test_an_adapter_over_base_weights_that_peft_changed_at_its_start_is_refused(tmp_path):
+    """PiSSA and others subtract the first B @ A from the base layers, which no file of the adapter tells."""
+    for init in ("pissa", "pissa_niter_16", "corda", "OLoRA", "loftq", "lora_ga", "what comes", {}, 1):
+        with pytest.raises(UpdateRefused, match="init_lora_weights=") as refused:
+            read_spec(written(tmp_path, PLAIN | {"init_lora_weights": init}), AdapterSpec("math"))
+        assert refused.value.reason is Reason.INVALID_UPDATE
+    for init in (True, False, None, "gaussian", "eva", "mica", "orthogonal"):
+        found = read_spec(written(tmp_path, PLAIN | {"init_lora_weights": init}), AdapterSpec("math"))
+        assert found.rank == 8
+
+
 def test_a_link_inside_of_the_directory_is_followed_and_one_that_leaves_it_is_not(tmp_path):
     inside, outside = tmp_path / "adapter", tmp_path / "secret.json"
     (inside / "blobs").mkdir(parents=True)

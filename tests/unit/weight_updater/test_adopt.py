@@ -22,6 +22,7 @@ from tests.unit.weight_updater.tiny_target import (
     push,
     weights,
 )
+from weight_updater.arena import Arena
 from weight_updater.cast import bytes_over
 from weight_updater.errors import Reason, UpdateRefused, WeightsTorn
 from weight_updater.requests import (
@@ -196,6 +197,35 @@ def test_leaving_an_adopted_arena_writes_nothing_to_it(trainer: Trainer, staging
     expected = {**weights(1), K: weights(2)[K]}
     assert all(torch.equal(target.slot(name), value) for name, value in expected.items())
     assert target.head.data_ptr() == target.slot(EMBED).data_ptr()
+
+
+def test_the_new_home_is_an_arena_that_can_be_released(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU only what Arena.allocate gives has memory that goes and comes back at one address."""
+    target = TinyTarget()
+    updater = make_updater(target)
+    adopt(updater, trainer, target, 1)
+    made: list[torch.Tensor] = []
+    original = Arena.allocate
+
+    def allocate(self: Arena, device: torch.device) -> torch.Tensor:
+        made.append(original(self, device))
+        return made[-1]
+
+    monkeypatch.setattr(Arena, "allocate", allocate)
+    push(updater, weights(2), staging=Staging.NONE)
+    assert [home.data_ptr() for home in made] == [target.buffer.data_ptr()]
+
+    def too_much(self: Arena, device: torch.device) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA_ERROR_OUT_OF_MEMORY")
+
+    adopt(updater, trainer, target, 3)
+    monkeypatch.setattr(Arena, "allocate", too_much)
+    with pytest.raises(UpdateRefused, match="no room for weights that leave the adopted arena") as caught:
+        begin(updater, weights(4), staging=Staging.NONE)
+    assert caught.value.reason is Reason.NO_MEMORY
+    assert updater.open is None
 
 
 def test_only_an_arena_can_be_adopted(trainer: Trainer, segment: SharedSegment) -> None:

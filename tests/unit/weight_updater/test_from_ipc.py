@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -105,6 +106,24 @@ def test_an_allocation_id_names_one_allocation(segment: SharedSegment) -> None:
         with pytest.raises(UpdateRefused, match="give every allocation an id of its own") as caught:
             lend(updater, update_id, mistaken)
         assert caught.value.reason is Reason.MEMORY_UNAVAILABLE
+
+
+def test_a_segment_that_shrank_since_it_was_mapped_is_refused_and_not_read(segment: SharedSegment) -> None:
+    """The system kills who reads beyond its end: here that would be the engine. (And this test.)"""
+    target = TinyTarget()
+    updater = make_updater(target)
+    kept = SharedSegment.create(16384)
+    with kept:
+        pack(kept, weights(1))
+        update_id = begin(updater, weights(1), path=Path.IPC)
+        lend(updater, update_id, kept.descriptor)
+        updater.commit(update_id)
+        update_id = begin(updater, weights(2), path=Path.IPC)
+        os.truncate(f"/dev/shm/{kept.descriptor.name}", 64)
+        with pytest.raises(UpdateRefused, match=r"has shrunk from \d+ bytes to 64 since") as caught:
+            lend(updater, update_id, kept.descriptor)
+        assert caught.value.reason is Reason.MEMORY_UNAVAILABLE
+        assert torch.equal(target.slot(EMBED), weights(1)[EMBED])
 
 
 @pytest.mark.case("B106")

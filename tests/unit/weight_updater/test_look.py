@@ -166,6 +166,25 @@ def test_what_changes_after_the_look_shows_at_the_commit(updater: WeightUpdater,
     assert torn.value.reason is Reason.CHECKSUM_MISMATCH
 
 
+@pytest.mark.parametrize("skip_checksums", [False, True])
+def test_files_that_are_written_anew_after_the_look_refuse_before_the_first_write(
+    updater: WeightUpdater, skip_checksums: bool, tmp_path: FilePath
+) -> None:
+    """A look comes before sequences in flight have ended, so it may be minutes old; a trainer saves again."""
+    target = updater._target
+    assert isinstance(target, TinyTarget)
+    old = target.values()
+    made, _ = receive(updater, "disk", weights(1), tmp_path, skip_checksums=skip_checksums)
+    made.look()
+    save_weights(
+        str(tmp_path / "new"), list(with_bad_value(float("nan"))(weights(2)).items()), checksums=False
+    )
+    ended = run(updater, made)
+    assert isinstance(ended, UpdateRefused)
+    assert (ended.reason, updater.torn_reason) == (Reason.FILE_CORRUPT, "")
+    assert all(torch.equal(target.slot(name), value) for name, value in old.items())
+
+
 def test_a_stream_cannot_be_looked_at() -> None:
     updater = make_updater(TinyTarget())
     new = with_bad_value(float("nan"))(weights(1))
