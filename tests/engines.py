@@ -113,16 +113,16 @@ class Replaceable:
 
     engine: RunningEngine
 
-    def __init__(self, model: Path, *flags: str) -> None:
+    def __init__(self, model: Path, *flags: str, forked: bool = False) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.address = f"127.0.0.1:{self.port}"
-        self._model, self._flags = model, flags
+        self._model, self._flags, self._forked = model, flags, forked
         self._running = contextlib.ExitStack()
 
     def start(self, *flags: str) -> RunningEngine:
         """Start one; returns once it serves."""
-        serving = serve(self._model, "--port", str(self.port), *self._flags, *flags)
+        serving = serve(self._model, "--port", str(self.port), *self._flags, *flags, forked=self._forked)
         self.engine = self._running.enter_context(serving)
         return self.engine
 

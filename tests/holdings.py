@@ -17,7 +17,8 @@ def children_of(pid: int) -> list[int]:
     """The processes that a process has started, and that live."""
     found: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
-        found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return found
 
 
@@ -55,8 +56,12 @@ def open_paths() -> list[str]:
 ENGINE = "rollout_engine.engine_main"
 
 
-def _command(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+def command_of(pid: int) -> str:
+    """Its words, separated by spaces; "" of one that ends."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def held_by(pid: int) -> Holdings:
@@ -78,7 +83,7 @@ def held(front: int, trainer: int) -> Holdings:
         front: the process that was started as `rollsync serve`; one of its children is the engine, others
             receive streams.
     """
-    (engine,) = [child for child in children_of(front) if ENGINE in _command(child)]
+    (engine,) = [child for child in children_of(front) if ENGINE in command_of(child)]
     found: Holdings = {}
     for who, pid in {"trainer": trainer, "front": front, "engine": engine}.items():
         found |= {f"{who} {what}": value for what, value in held_by(pid).items()}

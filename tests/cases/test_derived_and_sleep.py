@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from tests.cases.common import (
     trained,
     wake,
 )
-from tests.desk import Desk, desk
+from tests.desk import Desk, desk, num_threads
 from tests.tiny import ARCHITECTURES, make_tiny
 from tests.ways import STAGINGS, WAYS, Ways
 from tests.wire.trainer import PROMPT
@@ -182,7 +181,7 @@ def resources() -> tuple[int, int, int]:
     """Descriptors, threads and mapped segments of this process."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("/dev/shm/rollsync-")
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+    return len(os.listdir("/proc/self/fd")), num_threads(), maps
 
 
 def resident_bytes() -> int:

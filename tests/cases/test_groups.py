@@ -31,7 +31,7 @@ from weight_updater.requests import BeginUpdate, FromDistributed, InitGroup, Pat
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    made = World(timeout_s=5.0)
+    made = World(timeout_s=30.0)
     yield made
     made.registry.close()
     made.pool.shutdown()
@@ -57,8 +57,8 @@ def rendezvous(world: World, monkeypatch, trainer: Facts, engine: Facts) -> tupl
     with pytest.raises(UpdateRefused) as ours:
         world.join(monkeypatch)
     with pytest.raises(UpdateRefused) as theirs:
-        joined[0].result(10)
-    assert time.monotonic() - started < 5
+        joined[0].result(20)
+    assert time.monotonic() - started < 15
     assert built == [], "before NCCL is asked"
     assert {ours.value.reason, theirs.value.reason} <= {Reason.INVALID_UPDATE, Reason.PEER_LOST}
     assert world.registry.names == []
@@ -144,10 +144,10 @@ def meet(members: list[Member], port: int) -> list[UpdateError | None]:
 def test_a_rank_that_is_taken_twice_is_refused_at_once(ranks, text):
     """Four engines that count their ranks alike, or from the same offset."""
     port = free_port()
-    members = [Member("g", LOOPBACK, port, rank, 5, 3.0) for rank in ranks]
+    members = [Member("g", LOOPBACK, port, rank, 5, 30.0) for rank in ranks]
     started = time.monotonic()
     outcomes = meet(members, port)
-    assert time.monotonic() - started < 3, "nobody waits for the rank that does not come"
+    assert time.monotonic() - started < 15, "nobody waits for the rank that does not come"
     assert all(isinstance(error, UpdateRefused) for error in outcomes)
     assert any(text in error.message for error in outcomes)
 
@@ -195,7 +195,7 @@ def test_addresses_that_lead_nowhere_are_named_in_time(address):
     port, started = free_port(), time.monotonic()
     with pytest.raises(UpdateRefused) as refused:
         GlooGroup(Member("g", address, port, 1, 2, 0.5))
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 15, "by itself the system would try for two minutes"
     assert refused.value.reason in (Reason.TIMEOUT, Reason.PEER_LOST)
     shown = f"[{address}]" if ":" in address else address
     assert f"rank 0 at {shown}:{port}" in refused.value.message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.cases.common import Tensors, assert_serves, live, trained
+from tests.desk import num_threads
 from tests.unit.adapters.fake_engine import FakeEngine, serving
 from tests.unit.weight_updater.fake_gpu import FakeGpu, fake_gpu
 from tests.unit.weight_updater.test_from_cuda import lay_out, receive
@@ -133,7 +133,7 @@ def test_a_push_is_over_when_the_slowest_engine_has_copied(make):
 def resources() -> tuple[int, int, int]:
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("/dev/shm/rollsync-")
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+    return len(os.listdir("/proc/self/fd")), num_threads(), maps
 
 
 @pytest.mark.case("B097")

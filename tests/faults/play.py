@@ -169,13 +169,11 @@ class Player:
         if outcome.trainer_lost:
             trainer.close()
         stand.until_quiet(20.0)
-        if round_.path == "adopt" and outcome.trainer_lost:
-            time.sleep(0.3)  # the owner is looked after now and then
-        if outcome.owner_lost:
+        permitted = allowed(round_, plan, outcome, bool(moved))
+        if outcome.owner_lost or self._lives_on_lost_memory(round_, plan, outcome, permitted):
             self._striker.until_owner_is_missed()
         state = stand.state()
         verdict = self._verdict(round_, plan, outcome, old, state)
-        permitted = allowed(round_, plan, outcome, bool(moved))
         assert verdict in permitted, (
             f"the engine is {verdict}, may be {permitted}: {state.not_serving_reason!r}; {outcome}; {plan}"
         )
@@ -192,6 +190,14 @@ class Player:
                 trainer.signal(signal.SIGUSR1)
                 time.sleep(0.3)
             assert code == 0, f"the trainer ended with {code}:\n{stand.nursery.log.read_text()[-3000:]}"
+
+    def _lives_on_lost_memory(self, round_: Round, plan: dict, outcome: Outcome, permitted: set[str]) -> bool:
+        """Whether the engine adopted memory whose trainer is gone, as it notices now and then. No update is
+        open any more: what has not committed by now never will.
+        """
+        if round_.path != "adopt" or not outcome.trainer_lost:
+            return False
+        return permitted == {"torn"} or self._stand.state().weight_version == plan["version"]
 
     def _verdict(self, round_: Round, plan: dict, outcome: Outcome, old: int, state) -> str:
         """old, new or torn, of what the round was to update. All else is checked to be as it was."""

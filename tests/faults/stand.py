@@ -150,7 +150,7 @@ class Stand:
                 raise AssertionError(f"not given back: {excess}\n{_open_files(self.engine_pid)}")
             time.sleep(0.05)
         # Others on this machine may have lost a segment this very moment; what stays was lost by us.
-        until(self._nothing_left, "/dev/shm is as it was", 3.0)
+        until(self._nothing_left, "/dev/shm is as it was")
 
     def _nothing_left(self) -> bool:
         sweep()

@@ -73,9 +73,7 @@ class Striker:
         self._adapters.check()
 
     def until_owner_is_missed(self) -> None:
-        until(
-            lambda: self._stand.state().status == "not_serving", "the engine misses its memory's owner", 3.0
-        )
+        until(lambda: self._stand.state().status == "not_serving", "the engine misses its memory's owner")
 
     def strike(self, round_: Round, plan: dict, trainer: Forked, client: Forked, outcome: Outcome) -> None:
         """Do it, and let the trainer go on."""

@@ -40,7 +40,8 @@ def test_the_command_serves_until_it_is_told_to_stop(engine, free_port):
             "as it is",
         )
         names = [model["id"] for model in fetch(url, "/v1/models")[1]["data"]]
-        assert names == [engine.rollout.info().model_path, "policy", "other"]
+        info = engine.rollout.info()
+        assert names == [info.model_path, "policy", "other", *(held.name for held in info.state.adapters)]
     finally:
         process.terminate()
         assert process.wait(20) in (0, -15)

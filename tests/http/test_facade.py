@@ -246,8 +246,7 @@ def test_vllm_pause_resume_sleep_and_wake(call, engine, root, trained):
 @pytest.mark.parametrize("paused", [True, False])
 def test_vllm_resets_what_runs_with_the_cache(paused, call, engine):
     """As SkyRL asks for after an update: what is frozen, or runs, is computed anew."""
-    expected = engine.greedy(PROMPT, max_tokens=300, ignore_eos=True).token_ids
-    stream = InFlight(engine, 300)
+    stream = InFlight(engine)
     if paused:
         assert call("/pause?mode=keep", {})[0] == 200
     before = engine.rollout.info().state.num_free_pages
@@ -257,6 +256,7 @@ def test_vllm_resets_what_runs_with_the_cache(paused, call, engine):
         assert (state.status, state.num_free_pages) == ("paused", state.num_total_pages)
         assert before < state.num_total_pages
         assert call("/resume", {})[0] == 200
+    expected = engine.greedy(PROMPT, max_tokens=stream.num_tokens, ignore_eos=True).token_ids
     assert stream.end().token_ids == expected
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.http.trainer_calls import ADAPTER, BY_TRAINER, DIRECTORY, ELSEWHERE, SERVED
+from tests.http.trainer_calls import ADAPTER, BY_TRAINER, DIRECTORY, ELSEWHERE, SERVED, VERSION
 from trainers_adapters import ModuleSource
 from trainers_adapters.http_facade.elsewhere import ELSEWHERE as OTHER_WAYS
 from weight_updater.safetensors_io import save_weights
@@ -19,7 +19,8 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text()
 def test_what_a_trainer_calls_is_answered_as_it_reads_it(trainer, call, engine, root, trained, adapter_dir):
     directory = str(root / trainer)
     save_weights(directory, ModuleSource(trained))
-    meant = {DIRECTORY: directory, ADAPTER: str(adapter_dir)}
+    version = engine.rollout.info().weight_version + 1000  # trainers number by steps of their own
+    meant = {DIRECTORY: directory, ADAPTER: str(adapter_dir), VERSION: str(version)}
     for one in BY_TRAINER[trainer]:
         body = one.body
         if isinstance(body, dict):

@@ -37,7 +37,7 @@ class TrainerCall:
         return self.call.split(" ")[1]
 
 
-DIRECTORY, ADAPTER = "<directory>", "<adapter>"
+DIRECTORY, ADAPTER, VERSION = "<directory>", "<adapter>", "<version>"
 
 
 def reads_sglang_tokens(answer: Any) -> None:
@@ -178,7 +178,7 @@ SLIME = (
     TrainerCall("slime", "POST /pause_generation", {}),
     TrainerCall("slime", "GET /flush_cache"),
     TrainerCall(
-        "slime", "POST /update_weights_from_disk", {"model_path": DIRECTORY, "weight_version": "1000"}
+        "slime", "POST /update_weights_from_disk", {"model_path": DIRECTORY, "weight_version": VERSION}
     ),
     TrainerCall("slime", "GET /get_weight_version", read=lambda answer: int(answer["weight_version"])),
     TrainerCall("slime", "POST /continue_generation", {}),
@@ -218,7 +218,7 @@ MILES = (
     TrainerCall("miles", "POST /flush_cache", {}),
     TrainerCall("miles", "POST /pause_generation", {"mode": "retract"}),
     TrainerCall(
-        "miles", "POST /update_weights_from_disk", {"model_path": DIRECTORY, "weight_version": "2000"}
+        "miles", "POST /update_weights_from_disk", {"model_path": DIRECTORY, "weight_version": VERSION}
     ),
     TrainerCall("miles", "POST /continue_generation", {}),
     TrainerCall(

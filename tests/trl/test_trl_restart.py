@@ -109,7 +109,7 @@ def test_a_run_ends_within_its_deadline_when_the_engine_hangs(frozen, replaceabl
     """As a machine that stands still: the connection stays, and nothing answers."""
     reward = Seen()
     trainer = make_trainer("grpo", chat_model_dir, tmp_path, reward, max_steps=2)
-    (engine_process,) = children_of(replaceable.engine, b"engine_main")
+    (engine_process,) = children_of(replaceable.engine, "engine_main")
     pid = replaceable.engine.pid if frozen == "front" else engine_process
     with attach(trainer, replaceable.address, restart_s=RESTART_S) as attached:
         trainer.train()

@@ -6,8 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
+from tests import holdings
 from tests.engines import RunningEngine
 from tests.wire.trainer import begin, beside, chunks_of
 from trainers_adapters import RollsyncError
@@ -18,15 +18,13 @@ SMALL = 1024
 """Bytes of a chunk, so that there are many."""
 
 
-def children_of(engine: RunningEngine, module: bytes) -> list[int]:
+def children_of(engine: RunningEngine, module: str) -> list[int]:
     """Processes that the front has started to run a module."""
-    listed = Path(f"/proc/{engine.pid}/task").glob("*/children")
-    pids = [pid for children in listed for pid in children.read_text().split()]
-    return [int(pid) for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in holdings.children_of(engine.pid) if module in holdings.command_of(pid)]
 
 
 def receiver_pids(engine: RunningEngine) -> list[int]:
-    return children_of(engine, b"server.receiver")
+    return children_of(engine, "server.receiver")
 
 
 def begin_streams(engine: RunningEngine, source, num_streams: int = 2, **fields):

@@ -38,7 +38,7 @@ def model_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model_dir, work_dir) -> Iterator[RunningEngine]:
     flags = ("--weights-root", str(work_dir), "--num-pages", "64", "--max-adapters", "2")
-    with serve(model_dir, *flags) as running:
+    with serve(model_dir, *flags, forked=True) as running:
         yield running
 
 
@@ -158,7 +158,7 @@ def test_other_base_weights_refuse_an_adapter_and_make_one_stale(engine, model, 
 
 def test_two_engines_take_an_adapter_together_or_not_at_all(engine, model, model_dir, work_dir, free):
     """The second one has no room for adapters: its refusal ends the update on both."""
-    with serve(model_dir, "--num-pages", "64", "--max-adapters", "1") as second:
+    with serve(model_dir, "--num-pages", "64", "--max-adapters", "1", forked=True) as second:
         source = AdapterSource(model, "walk")
         report = push_weights(source, [engine.weights, second.weights], version=40)
         assert {reply.adapter_version for reply in report.replies.values()} == {40}

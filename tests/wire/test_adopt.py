@@ -231,7 +231,7 @@ def test_weights_that_are_not_finite_are_torn_for_the_bytes_are_live_already(eng
 def test_an_engine_whose_arena_is_closed_stops_serving(engine, model):
     with AdoptedArena(engine.weights, model) as arena, arena.update():
         train(model, 10)
-    until(lambda: engine.rollout.info().state.status == "not_serving", "the engine notices", 5.0)
+    until(lambda: engine.rollout.info().state.status == "not_serving", "the engine notices")
     version = push(model, engine).version
     assert_serves(engine, model, version)
 

@@ -96,7 +96,7 @@ def test_the_trainers_death_is_seen_although_it_never_called(model_dir, tmp_path
             assert len(engine.greedy(PROMPT, ignore_eos=True).token_ids) == 8
             child.kill()
             child.wait()
-            until(lambda: engine.rollout.info().state.status == "not_serving", "the engine notices", 5.0)
+            until(lambda: engine.rollout.info().state.status == "not_serving", "the engine notices")
             assert "gone" in engine.rollout.info().state.not_serving_reason
             model = load_reference(model_dir)
             version = push_weights(ModuleSource(model), engine.weights).version

@@ -27,7 +27,8 @@ NEXT = itertools.count(1)
 @pytest.fixture(scope="module")
 def engines(tiny_tied_dir) -> Iterator[list[RunningEngine]]:
     """Two of the same model, with a tied head."""
-    with serve(tiny_tied_dir, "--num-pages", "64") as one, serve(tiny_tied_dir, "--num-pages", "64") as two:
+    flags = ["--num-pages", "64"]
+    with serve(tiny_tied_dir, *flags, forked=True) as one, serve(tiny_tied_dir, *flags, forked=True) as two:
         yield [one, two]
 
 

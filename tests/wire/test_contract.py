@@ -44,7 +44,7 @@ def model_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model_dir, work_dir) -> Iterator[RunningEngine]:
     flags = ["--reserve-device-staging", "--weights-root", str(work_dir), "--num-pages", "512"]
-    with serve(model_dir, *flags) as running:
+    with serve(model_dir, *flags, forked=True) as running:
         yield running
 
 

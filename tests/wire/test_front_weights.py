@@ -14,6 +14,7 @@ import zlib
 import grpc
 import pytest
 
+from rollout_engine.v1 import rollout_pb2
 from rollout_engine.v1 import weights_pb2 as pb
 from tests.wire.fake_replies import LAYOUT, weight_bytes
 from tests.wire.front import reason_of, serving, wait_until
@@ -322,17 +323,20 @@ def test_a_killed_sender_is_a_broken_stream(tmp_path):
 
 @pytest.mark.parametrize("call", ["CommitUpdate", "UpdateWeightsFromTensor"])
 def test_an_expired_call_of_an_update_sends_nothing_more(tmp_path, call):
-    with serving(tmp_path, delay_on={"Commit": 0.6, "Update": 0.6}) as front:
+    late = dict.fromkeys(["Commit", "Update", "FlushCache"], 1.3)
+    with serving(tmp_path, delay_on=late) as front:
+        grpc.channel_ready_future(front.channel).result(20)
         if call == "CommitUpdate":
-            future = front.weights.CommitUpdate.future(pb.CommitUpdateRequest(update_id="u"), timeout=0.2)
+            future = front.weights.CommitUpdate.future(pb.CommitUpdateRequest(update_id="u"), timeout=1.0)
         else:
             stream = iter([header(), chunk(0, 0, bytes(8))])
-            future = front.weights.UpdateWeightsFromTensor.future(stream, timeout=0.2)
+            future = front.weights.UpdateWeightsFromTensor.future(stream, timeout=1.0)
         with pytest.raises(grpc.RpcError) as caught:
             future.result()
         assert caught.value.code() is CODE.DEADLINE_EXCEEDED
-        time.sleep(0.6)
-        kinds = [entry["type"] for entry in front.commands()][1:]
+        # As late as the reply that nobody waits for, and after it.
+        front.rollout.FlushCache(rollout_pb2.FlushCacheRequest(), timeout=20)
+        kinds = [entry["type"] for entry in front.commands()][1:-1]
         assert kinds == (["Commit"] if call == "CommitUpdate" else ["Update", "Chunk", "EndOfChunks"])
         assert front.on_loop(lambda: front.running.engine.ring.num_free) == 4
 
@@ -374,9 +378,9 @@ def test_an_unknown_weight_is_named(front):
 
 
 def test_a_commit_in_between_ends_a_read(tmp_path):
-    with serving(tmp_path, delay_on={"ReadWeight": 0.1}) as front:
+    with serving(tmp_path, ring_slot_bytes=50_000, delay_on={"ReadWeight": 0.1}) as front:
         stream = front.weights.GetWeightsByName(read("embed.weight"), timeout=20)
-        next(stream)
+        next(stream)  # of 54 pieces, a tenth of a second each
         front.weights.CommitUpdate(pb.CommitUpdateRequest(update_id="u"), timeout=10)
         with pytest.raises(grpc.RpcError) as caught:
             list(stream)

@@ -29,7 +29,7 @@ def model(tiny_llama_dir):
 @pytest.fixture(scope="module")
 def replaceable(tiny_llama_dir):
     """One for all tests; a test that kills the engine starts another."""
-    with Replaceable(tiny_llama_dir, "--num-pages", "64") as made:
+    with Replaceable(tiny_llama_dir, "--num-pages", "64", forked=True) as made:
         yield made
 
 

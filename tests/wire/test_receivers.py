@@ -395,8 +395,8 @@ def test_a_killed_engine_process_ends_streams_with_its_reason(model_dir, model):
     with serve(model_dir, "--num-pages", "64", "--stream-receivers", "2") as running:
         with pytest.raises(RollsyncError):
             begin(running, Named([("none.such", torch.zeros(2))]), num_streams=2)
-        assert children_of(running, b"server.receiver") == [], "an update that is refused starts none"
+        assert children_of(running, "server.receiver") == [], "an update that is refused starts none"
         with Halves(running, source) as halves:
             until(lambda: half_arrived(running, source), "half of the bytes arrive")
-            os.kill(children_of(running, b"engine_main")[0], signal.SIGKILL)
+            os.kill(children_of(running, "engine_main")[0], signal.SIGKILL)
             assert halves.reasons() == ["ENGINE_DEAD", "ENGINE_DEAD"]

@@ -17,7 +17,7 @@ from rollout_engine.server.app import SERVICES
 from rollout_engine.server.stream_limits import KINDS
 from rollout_engine.v1 import rollout_pb2 as pb
 from rollout_engine.v1 import weights_pb2 as wpb
-from tests.wire.front import Front, prompt, reason_of, serving, wait_until
+from tests.wire.front import TIMEOUT_S, Front, prompt, reason_of, serving, wait_until
 
 TOKEN = "a-long-secret"
 BEARER = (("authorization", f"Bearer {TOKEN}"),)
@@ -58,13 +58,13 @@ def filled(front: Front, *methods: str) -> Iterator[list[grpc.Call]]:
         for kind, method in kinds.items():
             streams += [open_silent(front, method, silence) for _ in range(LIMITS[kind])]
         want = {kind: LIMITS[kind] if kind in kinds else 0 for kind in KINDS}
-        wait_until(lambda: num_open(front) == want, 5.0, f"{want} streams")
+        wait_until(lambda: num_open(front) == want, TIMEOUT_S, f"{want} streams")
         yield streams
     finally:
         silence.set()
         for stream in streams:
             stream.cancel()
-        wait_until(lambda: not any(num_open(front).values()), 5.0, "that no stream is open")
+        wait_until(lambda: not any(num_open(front).values()), TIMEOUT_S, "that no stream is open")
 
 
 def refused(front: Front, method: str, metadata=BEARER) -> grpc.RpcError:
@@ -126,7 +126,7 @@ def test_a_stream_is_counted_no_longer_however_it_ended(front):
             list(front.rollout.Generate(prompt(max_tokens=2), timeout=5, **options))
         with pytest.raises(grpc.RpcError):  # the client's time ran out
             list(front.channel.stream_stream(KINDS["generate"][0])(_slowly(), timeout=0.05, **options))
-        wait_until(lambda: not num_open(front)["generate"], 5.0, "that no stream is open")
+        wait_until(lambda: not num_open(front)["generate"], TIMEOUT_S, "that no stream is open")
 
 
 def _slowly() -> Iterator[bytes]:
@@ -145,7 +145,7 @@ def test_refusals_are_counted_and_logged_once_in_a_while(tmp_path, caplog):
     with serving(tmp_path, config={"max_watch_streams": 1}) as front, caplog.at_level(logging.WARNING):
         silence = threading.Event()
         watching = open_silent(front, KINDS["watch"][0], silence, metadata=())
-        wait_until(lambda: num_open(front)["watch"] == 1, 5.0, "the first")
+        wait_until(lambda: num_open(front)["watch"] == 1, TIMEOUT_S, "the first")
         for _ in range(5):
             assert reason_of(refused(front, KINDS["watch"][0])) == FULL
         values = front.on_loop(lambda: front.running.observers.tally.values(None))

@@ -114,10 +114,10 @@ def test_pages_are_found_under_the_same_adapter_in_the_same_version_only(engine,
 @pytest.mark.parametrize("inflight", list(Inflight))
 def test_sequences_in_flight_follow_the_policy_and_others_go_on(inflight, engine, ways, source):
     """An update of an adapter concerns the sequences that use it; the base model's are left alone."""
-    base = engine.submit(PROMPT, max_tokens=LONG).started()
-    running = engine.submit(PROMPT, max_tokens=LONG, adapter=source.name).started(4)
     before = greedy(model_of(source), PROMPT, 8)[0]
     learn(model_of(source))
+    base = engine.submit(PROMPT, max_tokens=LONG).started()
+    running = engine.submit(PROMPT, max_tokens=LONG, adapter=source.name).started(4)
     reply = push(engine, ways, source, inflight=inflight)
     late = engine.submit(PROMPT, max_tokens=8, adapter=source.name).end()
     assert late.tokens() == greedy(model_of(source), PROMPT)[0]
@@ -145,8 +145,8 @@ def test_sequences_in_flight_follow_the_policy_and_others_go_on(inflight, engine
 
 
 def test_a_waiting_update_lets_nobody_start_over_the_old_version_but_others(engine, ways, source):
-    running = engine.submit(PROMPT, max_tokens=LONG, adapter=source.name).started()
     learn(model_of(source))
+    running = engine.submit(PROMPT, max_tokens=2 * LONG, adapter=source.name).started()
     update = in_the_background(engine, ways, source)
     engine.until(lambda state: bool(state.open_update_id), "the update is open")
     engine.call(m.GetInfo)
@@ -156,7 +156,7 @@ def test_a_waiting_update_lets_nobody_start_over_the_old_version_but_others(engi
     assert set(base.adapter_labels()) == {("", 0)}
     assert late.parts[0] == []
     assert update.result(20).result["adapter_version"] == 2
-    assert len(running.end().tokens()) == LONG
+    assert len(running.end().tokens()) == 2 * LONG
     assert set(late.end().adapter_labels()) == {(source.name, 2)}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,7 +28,20 @@ def interrupts() -> Iterator[Callable[[float], None]]:
         signal.signal(signal.SIGALRM, before)
 
 
-def interrupted(act: Callable[[], object], interrupt: Callable[[float], None]) -> None:
-    """Do it, and be interrupted after half a second."""
-    interrupt(0.5)
-    act()
+def interrupted(
+    act: Callable[[], object], interrupt: Callable[[float], None], reached: Callable[[], bool]
+) -> None:
+    """Do it, and be interrupted a moment after another thread has got as far as `reached`."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 20
+        while not reached() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        interrupt(0.2)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        act()
+    finally:
+        watching.join(30)

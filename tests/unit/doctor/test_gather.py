@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from rollout_engine.cli.main import app
 from rollout_engine.doctor import gather as g
 from rollout_engine.doctor.facts import Facts, IpcProbe, Options, SharedMemory
 from tests.unit.adapters.fake_engine import FakeEngine, serving
+from weight_updater import shm
 from weight_updater.shm import SharedSegment, Survey, survey
 
 
@@ -138,31 +138,29 @@ def test_the_compiler_is_the_one_that_would_be_taken(tmp_path):
 
 
 @contextlib.contextmanager
-def killed_creator() -> Iterator[str]:
-    """The name of a segment that its creator, killed, has left behind."""
+def killed_creator(directory: Path) -> Iterator[str]:
+    """The name of a segment in a directory that its creator, killed, has left behind."""
     code = (
-        "import sys, time\nfrom weight_updater.shm import SharedSegment\n"
-        "segment = SharedSegment.create(4096)\nprint(segment.descriptor.name, flush=True)\ntime.sleep(60)"
+        f"import time\nfrom weight_updater import shm\nshm._DIRECTORY = {str(directory)!r}\n"
+        "segment = shm.SharedSegment.create(4096)\nprint(segment.descriptor.name, flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         name = process.stdout.readline().strip()
         process.send_signal(signal.SIGKILL)
         process.wait()
-    try:
-        yield name
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"/dev/shm/{name}")
+    yield name
 
 
-def test_segments_in_use_and_left_behind_are_told_apart_and_stay():
-    with SharedSegment.create(8192):  # sweeps what earlier tests left
+def test_segments_in_use_and_left_behind_are_told_apart_and_stay(tmp_path, monkeypatch):
+    """In a directory of its own: in /dev/shm other processes come, go and sweep meanwhile."""
+    monkeypatch.setattr(shm, "_DIRECTORY", str(tmp_path))
+    with SharedSegment.create(8192):
         before = survey()
-        assert before.num_held >= 1
-        with killed_creator() as name:
+        assert (before.num_held, before.num_left) == (1, 0)
+        with killed_creator(tmp_path) as name:
             after = survey()
-            assert Path("/dev/shm", name).exists()
+            assert Path(tmp_path, name).exists()
             assert survey() == after
     assert after.num_left == before.num_left + 1
     assert after.left_bytes == before.left_bytes + 4096

@@ -156,13 +156,13 @@ class HandEngine:
         tensor = FromTensor("", self.segment.descriptor)
         return self.call(messages.Update, tensor=tensor, begin=self.begin(version, **fields))
 
-    def turn_until(self, predicate: Callable[[], object], num_turns: int = 300) -> None:
-        for _ in range(num_turns):
-            if predicate():
-                return
+    def turn_until(self, predicate: Callable[[], object], seconds: float = 20.0) -> None:
+        """Turn the loop until something holds that workers of the pool may have to do first."""
+        deadline = time.monotonic() + seconds
+        while not predicate():
+            assert time.monotonic() < deadline, f"it did not come within {seconds:g} s"
             self.engine.turn()
             time.sleep(0.0005)
-        raise AssertionError(f"it did not come in {num_turns} turns")
 
     def reply(self, call_id: int) -> messages.Reply:
         """Turn until a call is answered."""

@@ -22,7 +22,7 @@ def test_closing_gives_the_descriptor_back_and_ends_the_reader():
 
     threading.Thread(target=read, daemon=True).start()
     channel.close()
-    assert ended.wait(5)
+    assert ended.wait(20)
     with theirs:
         assert theirs.recv(1) == b"", "the other end sees it, although the channel object lives on"
     reused = os.open(os.devnull, os.O_RDONLY)

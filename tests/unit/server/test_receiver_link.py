@@ -126,7 +126,7 @@ def test_a_call_is_answered_by_its_reply(engine):
     engine.link.send(m.Chunk(call_id, 0, 8, slot, 16))
     assert next(engine.commands) == m.Chunk(call_id, 0, 8, slot, 16)
     engine.channel.send(m.Reply(call_id, {"done": True}, None, 5, 1))
-    assert reply.result(5).result == {"done": True}
+    assert reply.result(20).result == {"done": True}
     soon(lambda: len(engine.link.ring._free) == 2)
 
 
@@ -135,7 +135,7 @@ def test_a_refusal_comes_typed(engine):
     error = m.ErrorInfo("refused", "BAD_CHUNK", "overlaps")
     engine.channel.send(m.Reply(call_id, None, error, 5, 1))
     with pytest.raises(UpdateRefused, match="overlaps") as refused:
-        reply.result(5)
+        reply.result(20)
     assert refused.value.reason == "BAD_CHUNK"
 
 
@@ -147,7 +147,7 @@ def test_an_engine_that_is_gone_ends_every_call(engine, unread):
     engine.channel._stream.close()
     engine.socket.close()
     with pytest.raises(EngineError) as dead:
-        reply.result(5)
+        reply.result(20)
     assert dead.value.reason == "ENGINE_DEAD"
     with pytest.raises(EngineError):
         engine.link.begin_update(FromTensor("u"), None)

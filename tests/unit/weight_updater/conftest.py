@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,4 +24,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[GroupRegistry]:
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as found:
+        together = threading.Barrier(4)  # all start now: when a later one would start is a matter of moments
+        for started in [found.submit(together.wait, 20) for _ in range(4)]:
+            started.result()
         yield found

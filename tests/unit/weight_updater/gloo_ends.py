@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import glob
 import os
 import threading
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.holdings import children_of, command_of
 from weight_updater import from_distributed
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.errors import Reason, UpdateRefused
@@ -136,22 +136,9 @@ def transfer(
     assert_arrived(sink, weights(seed).values())
 
 
-def children_of_this_process() -> list[int]:
-    """The kernel lists them by the thread that started them."""
-    return [
-        int(child)
-        for path in glob.glob("/proc/self/task/*/children")
-        for child in Path(path).read_text().split()
-    ]
-
-
 def group_children() -> list[int]:
     """Those of them that receive for a group."""
-    return [
-        child
-        for child in children_of_this_process()
-        if "gloo_child" in Path(f"/proc/{child}/cmdline").read_text()
-    ]
+    return [child for child in children_of(os.getpid()) if "gloo_child" in command_of(child)]
 
 
 def mapped_segments() -> list[str]:
@@ -164,7 +151,7 @@ def resources() -> tuple[int, int, int, int]:
     """Numbers of descriptors, child processes, mapped segments and threads of this process."""
     gc.collect()
     num_files = len(os.listdir("/proc/self/fd"))
-    return num_files, len(children_of_this_process()), len(mapped_segments()), threading.active_count()
+    return num_files, len(children_of(os.getpid())), len(mapped_segments()), threading.active_count()
 
 
 def eventually(is_true: Callable[[], bool], timeout_s: float = 20.0) -> bool:

@@ -12,9 +12,19 @@ import numpy as np
 import pytest
 
 from tests.holdings import open_paths
+from weight_updater import shm
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import ShmSegment
 from weight_updater.shm import SharedSegment, sweep
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A directory for segments of this test alone. In /dev/shm other processes sweep, at any moment, what
+    this test looks at.
+    """
+    monkeypatch.setattr(shm, "_DIRECTORY", str(tmp_path))
+    return str(tmp_path)
 
 
 def mapped(segment: SharedSegment) -> bool:
@@ -23,7 +33,7 @@ def mapped(segment: SharedSegment) -> bool:
 
 
 def exists(segment: SharedSegment) -> bool:
-    return os.path.exists(f"/dev/shm/{segment.descriptor.name}")
+    return os.path.exists(f"{shm._DIRECTORY}/{segment.descriptor.name}")
 
 
 def refused(descriptor: ShmSegment) -> UpdateRefused:
@@ -115,19 +125,21 @@ def test_a_symbolic_link_is_refused() -> None:
         os.unlink(f"/dev/shm/{name}")
 
 
-def test_a_segment_of_another_user_is_refused_and_never_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segment_of_another_user_is_refused_and_never_removed(
+    alone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = open_paths()
     with SharedSegment.create(100) as segment:
-        left = f"/dev/shm/rollsync-{os.urandom(16).hex()}.held"  # nobody holds it
+        left = f"{alone}/rollsync-{os.urandom(16).hex()}.held"  # nobody holds it
         Path(left).touch()
         try:
-            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-            assert "does not belong to this user" in refused(segment.descriptor).message
-            sweep()
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+                assert "does not belong to this user" in refused(segment.descriptor).message
+                sweep()
             assert os.path.exists(left)
         finally:
             os.unlink(left)
-    monkeypatch.undo()
     assert open_paths() == before
 
 
@@ -160,17 +172,18 @@ def test_a_full_shared_memory_is_refused_and_leaves_nothing(monkeypatch: pytest.
 
 OWNER = """
 import sys
-from weight_updater.shm import SharedSegment
-segment = SharedSegment.create(64, owner_lock=sys.argv[1] == "lock")
+from weight_updater import shm
+shm._DIRECTORY = sys.argv[2]
+segment = shm.SharedSegment.create(64, owner_lock=sys.argv[1] == "lock")
 d = segment.descriptor
 print(d.name, d.size, d.allocation_id, flush=True)
 sys.stdin.read()
 """
 
 
-def test_the_death_of_an_owner_shows() -> None:
+def test_the_death_of_an_owner_shows(alone: str) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", OWNER, "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, "lock", alone], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdin is not None
     assert child.stdout is not None
@@ -194,22 +207,31 @@ def test_an_owner_without_a_lock_counts_as_gone() -> None:
 
 
 @contextlib.contextmanager
-def owner(kind: str = "") -> Iterator[tuple[subprocess.Popen, str]]:
+def owner(kind: str, directory: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """A process that holds a segment, and the segment's path."""
     child = subprocess.Popen(
-        [sys.executable, "-c", OWNER, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, kind, directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert child.stdout is not None
-        yield child, f"/dev/shm/{child.stdout.readline().split()[0]}"
+        yield child, f"{directory}/{child.stdout.readline().split()[0]}"
     finally:
         child.kill()
         child.communicate()
 
 
 @pytest.mark.parametrize("kind", ["", "lock"])
-def test_what_a_killed_process_left_goes_with_the_next_segment_and_nothing_else_does(kind: str) -> None:
-    with owner(kind) as (dead, left), owner(kind) as (_, held), SharedSegment.create(8) as ours:
+def test_what_a_killed_process_left_goes_with_the_next_segment_and_nothing_else_does(
+    kind: str, alone: str
+) -> None:
+    with (
+        owner(kind, alone) as (dead, left),
+        owner(kind, alone) as (_, held),
+        SharedSegment.create(8) as ours,
+    ):
         with SharedSegment.open(ours.descriptor):
             pass  # a record lock would be gone after this
         dead.kill()
@@ -219,14 +241,14 @@ def test_what_a_killed_process_left_goes_with_the_next_segment_and_nothing_else_
             assert not os.path.exists(left)
         assert os.path.exists(held)
         assert exists(ours)
-        sweep_elsewhere()
+        sweep_elsewhere(alone)
         assert os.path.exists(held)
         assert exists(ours)
 
 
-def sweep_elsewhere() -> None:
-    code = "from weight_updater.shm import sweep; sweep()"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def sweep_elsewhere(directory: str) -> None:
+    code = "import sys; from weight_updater import shm; shm._DIRECTORY = sys.argv[1]; shm.sweep()"
+    subprocess.run([sys.executable, "-c", code, directory], check=True)
 
 
 def test_a_sweep_drops_no_owner_lock_of_its_own_process() -> None:
@@ -238,16 +260,16 @@ def test_a_sweep_drops_no_owner_lock_of_its_own_process() -> None:
         assert subprocess.run([sys.executable, "-c", ask], capture_output=True).stdout == b"True\n"
 
 
-def test_a_fork_of_a_killed_creator_still_holds_its_segment() -> None:
+def test_a_fork_of_a_killed_creator_still_holds_its_segment(alone: str) -> None:
     code = OWNER.replace(
         "sys.stdin.read()", "import os, time\nif not os.fork(): time.sleep(30)\nsys.stdin.read()"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", code, ""],
+        [sys.executable, "-c", code, "", alone],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert child.stdout is not None
-    path = f"/dev/shm/{child.stdout.readline().split()[0]}"
+    path = f"{alone}/{child.stdout.readline().split()[0]}"
     try:
         forks = f"/proc/{child.pid}/task/{child.pid}/children"
         while not Path(forks).read_text():

@@ -169,9 +169,9 @@ def test_seconds_of_streams_side_by_side_count_once() -> None:
             time.sleep(0.2)
 
     for _ in range(2):
-        threads = [threading.Thread(target=work) for _ in range(4)]
+        threads = [threading.Thread(target=work) for _ in range(40)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert 0.4 <= transfer.seconds < 1.5  # one after the other: 1.6 at least
+    assert 0.4 <= transfer.seconds < 10.0  # one after the other: 16 at least
