@@ -15,8 +15,8 @@ from tests.faults.verdict import Ledger, allowed, check_records
 from tests.faults.weights import NUM_GREEDY, PROMPT
 
 SILENCED = ("kill trainer", "stop trainer", "close channel", "stop engine")
-"""After these the lease ends the update, or may, if it is still open. In other rounds it is too long to end one
-by accident, as a busy machine does.
+"""After these the lease ends the update, or may, if it is open. In other rounds it is too long to end one by
+accident, as a busy machine would.
 """
 
 
