@@ -42,15 +42,24 @@ def born(pid: int) -> str:
     return "" if fields[0] == "Z" else fields[19]
 
 
-def open_paths() -> list[str]:
-    """Files that this process has open, by path: no sockets and pipes, which threads of libraries open and
-    close when they like.
-    """
+def _open_files() -> list[str]:
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return sorted(path for path in found if path.startswith("/"))
+    return found
+
+
+NOT_OURS = frozenset(_open_files())
+"""Open when the tests were loaded: terminals, logs, /dev/null, which a capture opens again and closes."""
+
+
+def open_paths() -> list[str]:
+    """Files that this process has open, by path: no sockets and pipes, which threads of libraries open and
+    close when they like; nor what stands for its output, or has no name.
+    """
+    files = (path for path in _open_files() if path.startswith("/") and "/#" not in path)
+    return sorted(path for path in files if path not in NOT_OURS)
 
 
 ENGINE = "rollout_engine.engine_main"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,8 +30,33 @@ class Tls:
     key: Path | str | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
+        """The files' contents as gRPC takes them.
+
+        Raises:
+            OSError: a file that cannot be read, or is not what it should be, by its name.
+        """
         ca, cert, key = (None if p is None else Path(p).read_bytes() for p in (self.ca, self.cert, self.key))
+        self._check()
         return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
+
+    def _check(self) -> None:
+        """gRPC takes anything, and says later that nobody answers."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_ciphers("DEFAULT:@SECLEVEL=0")  # how strong a key must be is not decided here
+        if self.ca is not None:
+            try:
+                context.load_verify_locations(self.ca)
+            except ssl.SSLError as error:
+                raise OSError(
+                    errno.EINVAL, f"it is no PEM certificate ({error.reason})", str(self.ca)
+                ) from error
+        if self.cert is not None:
+            try:
+                # Without an answer of ours a key with a password would ask the terminal.
+                context.load_cert_chain(self.cert, self.key, password=lambda: b"")
+            except ssl.SSLError as error:
+                text = f"it and its key are no PEM pair without a password ({error.reason})"
+                raise OSError(errno.EINVAL, text, str(self.cert)) from error
 
 
 @dataclass(frozen=True, slots=True)

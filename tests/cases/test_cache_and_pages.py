@@ -113,14 +113,14 @@ def test_groups_that_an_update_meets_leave_nothing_stale(inflight, engine, ways,
 def test_completions_that_start_after_an_update_share_no_page_with_one_that_started_before(
     n, prefix_cache, tied_dir, tmp_path, weights
 ):
-    """The first of a group goes on with the pages that it has; the others find no row until it is over."""
+    """The first of a group goes on with the pages that it has; another finds a row while it does."""
     with (
         desk(tied_dir, prefix_cache=prefix_cache, max_running_requests=2) as engine,
         Ways(engine, tmp_path) as ways,
     ):
         new = trained(weights)
-        other = engine.submit([3, 4], max_tokens=500)
-        group = engine.submit(PROMPT, n=n, max_tokens=300)
+        other = engine.submit([3, 4], max_tokens=250)
+        group = engine.submit(PROMPT, n=n, max_tokens=350)  # its first outlives the other
         group.until(lambda: len(group.tokens(0)) > 2)
         ways.push("stream", new, inflight=Inflight.KEEP)
         assert not other.ended

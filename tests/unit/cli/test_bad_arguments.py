@@ -153,6 +153,19 @@ def test_tls_files_that_cannot_be_read_are_named_by_every_client(tmp_path):
             assert said == f"rollsync: error: cannot read {path}: {why}"
 
 
+def test_tls_files_that_are_none_are_named_by_every_client(tmp_path):
+    """gRPC would take them, and say that no engine answers."""
+    garbage = tmp_path / "garbage.pem"
+    garbage.write_text("-----BEGIN NOTHING-----\n")
+    for command in (["status"], ["generate", "hi"], ["reload", "/x"], ["top", "--once"], ["http"]):
+        code, said = run(*command, "--tls-ca", str(garbage))
+        assert code == EXIT_USAGE
+        assert said.startswith(f"rollsync: error: cannot read {garbage}: it is no PEM certificate")
+        code, said = run(*command, "--tls-cert", str(garbage), "--tls-key", str(garbage))
+        assert code == EXIT_USAGE
+        assert said.startswith(f"rollsync: error: cannot read {garbage}: it and its key are no PEM pair")
+
+
 @pytest.mark.parametrize("token", ["hidden\n", " hidden", "ünicode"])
 def test_a_token_that_no_header_carries_is_refused_and_not_repeated(token):
     for command in (["status"], ["reload", "/x"], ["http"]):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.holdings import open_paths
 from weight_updater.adapter_config import FILE, read_spec
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.manifest import Columns
@@ -18,16 +19,12 @@ from weight_updater.safetensors_header import Headers, StoredFile
 from weight_updater.safetensors_io import INDEX, open_checkpoint, save_weights
 
 
-def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def refused(directory: Path, reason: Reason) -> str:
-    before = num_descriptors()
+    before = open_paths()
     with pytest.raises(UpdateRefused) as caught:
         open_checkpoint(str(directory))
     assert caught.value.reason is reason
-    assert num_descriptors() == before, "all that was opened is closed"
+    assert open_paths() == before, "all that was opened is closed"
     return caught.value.message
 
 
@@ -117,10 +114,10 @@ def test_a_directory_that_cannot_be_listed_has_no_checkpoint(tmp_path, monkeypat
     def denied(path: str) -> list[str]:
         raise PermissionError(errno.EACCES, "denied", path)
 
-    before = num_descriptors()
+    before = open_paths()
     monkeypatch.setattr(os, "listdir", denied)
     with pytest.raises(UpdateRefused, match="holds neither") as caught:
         open_checkpoint(str(tmp_path))
     monkeypatch.undo()
     assert caught.value.reason is Reason.FILE_NOT_FOUND
-    assert num_descriptors() == before
+    assert open_paths() == before
