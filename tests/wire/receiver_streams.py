@@ -39,6 +39,13 @@ def clients_at(engine: RunningEngine, ports: Sequence[int]) -> Iterator[list[Wei
         yield [stack.enter_context(engine.weights.at_port(port)) for port in ports]
 
 
+class Walled(WeightsClient):
+    """A client that reaches the engine's own port only, as through a forwarded port."""
+
+    def at_port(self, port: int) -> WeightsClient:
+        return super().at_port(9)  # the discard service, which nobody runs
+
+
 class Halves:
     """The chunks of a source at two receivers: half of each half, and the rest once `gate` is opened."""
 

@@ -21,6 +21,7 @@ from tests.wire.front import reason_of, serving
 from tests.wire.receiver_streams import (
     SMALL,
     Halves,
+    Walled,
     begin_streams,
     children_of,
     clients_at,
@@ -132,13 +133,6 @@ def test_an_engine_may_have_no_receivers(tmp_path):
         manifest = pb.Manifest(tensors=[pb.TensorSpec(name="a", dtype=pb.DTYPE_FLOAT32, shape=[2])])
         update = pb.BeginUpdateRequest(path=pb.WEIGHTS_PATH_TENSOR, manifest=manifest, num_streams=4)
         assert front.weights.BeginUpdate(update, timeout=10).stream_ports == []
-
-
-class Walled(WeightsClient):
-    """A client that reaches the engine's own port only, as through a forwarded port."""
-
-    def at_port(self, port: int) -> WeightsClient:
-        return super().at_port(9)  # the discard service, which nobody runs
 
 
 def test_receivers_that_cannot_be_reached_are_done_without(engine, model, monkeypatch, caplog):
