@@ -107,8 +107,13 @@ class AdoptedArena:
         text = describe(self._memory.region(), self._layout)
         target = Path(path)
         with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False) as file:  # mode 0600
-            file.write(text)
-        os.replace(file.name, target)
+            try:
+                file.write(text)
+                file.flush()
+                os.replace(file.name, target)
+            except OSError:
+                os.unlink(file.name)
+                raise
 
     def connect(self, client: WeightsClient) -> None:
         """Tell the arena which engine lives on it.

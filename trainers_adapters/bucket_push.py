@@ -131,10 +131,8 @@ class BucketPush:
         self._begin_state()
         self._open = True
         self._update_id = update_id or f"push-{secrets.token_hex(8)}"
-        try:
-            self._layout = layout = EngineLayout(self._clients, self._timeout_s)
-        except RollsyncError as error:
-            raise refusal("GetWeightLayout", error) from error
+        layouts = self._on_all(lambda client: client.layout(timeout_s=self._timeout_s), "GetWeightLayout")
+        self._layout = layout = EngineLayout([client.address for client in self._clients], layouts)
         digest = layout.manifest.digest()
         update = BeginUpdate(
             path=self._path,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import PushError, RollsyncError
 from weight_updater.errors import UpdateError
 from weight_updater.names import is_adapter_name
-from weight_updater.requests import Manifest, Placement, TensorSpec, align
+from weight_updater.requests import Layout, Manifest, Placement, TensorSpec, align
 
 
 def refusal(where: str, error: BaseException) -> PushError:
@@ -33,17 +32,19 @@ def misfit(reason: str, message: str) -> PushError:
 class EngineLayout:
     """What engines of one model take: names, shapes, dtypes; and which name is another's tensor.
 
+    Args:
+        addresses: of the engines. layouts: what each of them answered, in the same order.
+
     Raises:
         PushError: the engines serve different models.
     """
 
-    def __init__(self, clients: Sequence[WeightsClient], timeout_s: float) -> None:
-        layouts = [client.layout(timeout_s=timeout_s) for client in clients]
-        for client, layout in zip(clients, layouts, strict=True):
+    def __init__(self, addresses: Sequence[str], layouts: Sequence[Layout]) -> None:
+        for address, layout in zip(addresses, layouts, strict=True):
             if layout.digest() != layouts[0].digest():
                 raise misfit(
                     "ENGINES_DISAGREE",
-                    f"{client.address} and {clients[0].address} serve models of different layouts; start "
+                    f"{address} and {addresses[0]} serve models of different layouts; start "
                     f"them with the same model and dtype",
                 )
         self.slots: list[Placement] = [p for p in layouts[0].placements if not p.alias_of]

@@ -21,9 +21,9 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 """(x, weight, bias) -> x @ weight.T + bias."""
 
 MAX_THIN_ROWS = 4
-"""Rows up to which the BLAS is fastest of all, with the weight as its left matrix: it copies nothing then."""
-MAX_THIN_ROWS_OF_TALL = 8
-"""Rows of a prompt up to which the same is faster than the usual order, for more outputs than inputs."""
+"""Rows of a decode step up to which the BLAS is fastest of all, with the weight as its left matrix: it copies
+nothing then.
+"""
 MAX_HEAD_ROWS = 64
 """Rows up to which the head gains by taking its weight on the left, the transposition of logits included."""
 
@@ -64,7 +64,7 @@ def linear(
 ) -> torch.Tensor:
     """x @ weight.T + bias. [T, in], [out, in], [out] -> [T, out].
 
-    On a CPU a prompt's products sum in the order of transformers: the rounding of another order (oneDNN's)
+    On a CPU a prompt's products are those of transformers, by the same call: the rounding of any other order
     grows through the layers to more than 1e-4 in the logits.
 
     Args:
@@ -76,11 +76,9 @@ def linear(
         return fused.linear(x, weight, bias)
     if x.device.type != "cpu" or x.dtype is not torch.float32:
         return F.linear(x, weight, bias)
-    by_onednn = decode and ONEDNN is not None
-    tall = weight.shape[0] > weight.shape[1] and not by_onednn
-    if x.shape[0] <= (MAX_THIN_ROWS_OF_TALL if tall else MAX_THIN_ROWS):
+    if decode and x.shape[0] <= MAX_THIN_ROWS:
         return _thin(x, weight, bias)
-    if by_onednn:
+    if decode and ONEDNN is not None:
         return _weight_first(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -88,7 +86,7 @@ def linear(
 def head(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear` where no layer follows that would make the rounding larger: the same, as fast as it goes."""
     if x.device.type != "cpu" or x.dtype is not torch.float32 or ONEDNN is None:
-        return linear(x, weight, bias)
+        return linear(x, weight, bias, decode=True)
     if x.shape[0] <= MAX_THIN_ROWS:
         return _thin(x, weight, bias)
     if x.shape[0] <= MAX_HEAD_ROWS:
