@@ -219,14 +219,14 @@ def test_graphs_released_and_resumed(model_dir):
 def test_a_spoiled_capture_is_in_the_way_of_none_after_it():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        values = torch.zeros(4, device="cuda")
+        values = torch.zeros(4, device="cuda").add_(1)  # warm
         stream.synchronize()
         with pytest.raises(RuntimeError):
             capture_graph(torch.cuda.synchronize, torch.cuda.graph_pool_handle())
         torch.cuda.empty_cache()
         graph = capture_graph(lambda: values.add_(1), torch.cuda.graph_pool_handle())
         graph.replay()
-        assert values.tolist() == [1.0] * 4
+        assert values.tolist() == [2.0] * 4
 
 
 def test_graphs_that_were_put_off_wait_for_weights_and_pool(model_dir):
