@@ -259,6 +259,7 @@ class DeviceBuffer:
             ) from error
         self.data: torch.Tensor | None = bytes_at(self._address, nbytes, self.index)
         self.data.zero_()
+        torch.cuda.current_stream(self.index).synchronize()  # what fills it may be queued on another stream
 
     @property
     def address(self) -> int:

@@ -178,7 +178,8 @@ def cuda_ipc(command: Sequence[str]) -> IpcProbe:
         if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 _, errors = lender.communicate(timeout=1.0)
-                return IpcProbe(True, f"cannot lend GPU memory: {_last_line(errors)}")
+                if lender.returncode != 0:  # else it did answer, but late
+                    return IpcProbe(True, f"cannot lend GPU memory: {_last_line(errors)}")
             return IpcProbe(True, "cannot lend GPU memory: no answer in time")
         try:
             mapped = subprocess.run(

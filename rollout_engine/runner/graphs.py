@@ -49,10 +49,24 @@ def capture_graph(work: Callable[[], object], pool: Any) -> Graph:
         work()
     except BaseException:
         with suppress(RuntimeError):  # that the capture is spoiled, which would hide by what
-            graph.capture_end()
+            _end_capture(graph, pool)
         raise
-    graph.capture_end()
+    _end_capture(graph, pool)
     return graph
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture, for torch's allocator too: of a spoiled one torch (2.11 at least) tells it nothing, and
+    from then on `empty_cache` is an error, with which the next capture begins.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        index = torch.cuda.current_device()
+        with suppress(RuntimeError):  # that it knows already
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        raise
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.batch.schedule import CaptureHiddenMode, StepResult
 from rollout_engine.config import ServeConfig
 from rollout_engine.ops import decode_attention, host_reads, kernels, sampling_kernels
-from rollout_engine.runner.graphs import smallest_fit
+from rollout_engine.runner.graphs import capture_graph, smallest_fit
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.runner.warm_up import compile_ahead
 from rollout_engine.sampling import SamplingParams
@@ -214,6 +214,19 @@ def test_graphs_released_and_resumed(model_dir):
     model.restart()
     after = model.generate([tokens_for(30)], params)[0]
     assert (after.output_ids, after.logprobs) == (before.output_ids, before.logprobs)
+
+
+def test_a_spoiled_capture_is_in_the_way_of_none_after_it():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        values = torch.zeros(4, device="cuda").add_(1)  # warm
+        stream.synchronize()
+        with pytest.raises(RuntimeError):
+            capture_graph(torch.cuda.synchronize, torch.cuda.graph_pool_handle())
+        torch.cuda.empty_cache()
+        graph = capture_graph(lambda: values.add_(1), torch.cuda.graph_pool_handle())
+        graph.replay()
+        assert values.tolist() == [2.0] * 4
 
 
 def test_graphs_that_were_put_off_wait_for_weights_and_pool(model_dir):

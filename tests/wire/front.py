@@ -54,8 +54,7 @@ class Front:
 
     def commands(self, kind: str | None = None) -> list[dict[str, Any]]:
         """What the fake engine received so far."""
-        entries = [json.loads(line) for line in self._log.read_text().splitlines()]
-        return [entry for entry in entries if kind in (None, entry["type"])]
+        return [entry for entry in whole_lines(self._log) if kind in (None, entry["type"])]
 
     def wait_for(self, kind: str, count: int = 1, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
         """Wait until the fake engine has received `count` commands of a kind."""
@@ -81,6 +80,11 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
         assert time.monotonic() - start < timeout_s, f"waited {timeout_s} s for {what}"
         time.sleep(0.01)
     return time.monotonic() - start
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file that may be written to now: its last line counts once it has its end."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from weight_updater.requests import BeginUpdate, Manifest, Staging, TensorSpec
 class DyingSource:
     """Tensors of a file, times 3; yields half of them, then the process is gone."""
 
-    dies = False
+    at_half: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, model_dir: Path) -> None:
         self._named = {
@@ -41,8 +41,8 @@ class DyingSource:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, item in enumerate(self._named.items()):
-            if self.dies and index == len(self._named) // 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if index == len(self._named) // 2:
+                self.at_half()
             yield item
 
     def manifest(self, *, checksums: bool = True) -> Manifest:
@@ -65,10 +65,15 @@ def main(address: str, model_dir: str, path: str, staging: str, work_dir: str) -
     client = WeightsClient(address)
     outgoing = Outgoing(source, source.manifest(), deadline=time.monotonic() + 60.0)
     fields = {"manifest": outgoing.manifest} | sender.stage(outgoing, [client])
-    update = BeginUpdate(path=sender.path, staging=Staging(staging), lease_s=1.0, **fields)
-    begun = client.begin(update)
+    begun = client.begin(BeginUpdate(path=sender.path, staging=Staging(staging), **fields))
     print(begun.update_id, flush=True)
-    source.dies = True
+
+    def die() -> None:
+        """A lease that was short from the start might end before a busy machine comes this far."""
+        client.renew(begun.update_id, lease_s=0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    source.at_half = die
     if path == "distributed":
         threading.Thread(
             target=sender.send,
@@ -78,7 +83,7 @@ def main(address: str, model_dir: str, path: str, staging: str, work_dir: str) -
     else:
         client_deadline = Outgoing(source, outgoing.manifest, deadline=time.monotonic() + 60.0)
         sender.send(client, begun, client_deadline)
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 
 
 if __name__ == "__main__":

@@ -254,15 +254,16 @@ def test_score_refuses_what_cannot_be_scored(front, fields, reason, text):
 @pytest.mark.case("B121")
 @pytest.mark.case("B122")
 def test_a_cancelled_stream_is_aborted_at_once_and_aborts_are_honest(tmp_path):
-    with serving(tmp_path, step_s=0.01) as front:
+    with serving(tmp_path, step_s=0.03) as front:
         stream = front.rollout.Generate(prompt(1, max_tokens=1000, request_id="long"), timeout=60)
         for _ in range(5):
             next(stream)
+        wait_until(lambda: front.running.engine.state.num_running == 1, 20, "num_running 1")
         start = time.monotonic()
         stream.cancel()
         front.wait_for("AbortRequests")
         wait_until(lambda: front.running.engine.state.num_running == 0, 20, "num_running 0")
-        assert time.monotonic() - start < 5, "by itself it would end after 10 s"
+        assert time.monotonic() - start < 20, "by itself it would end after 30 s"
         answer = front.rollout.Abort(pb.AbortRequest(request_ids=["long", "unknown"]), timeout=5)
         assert (list(answer.aborted_request_ids), list(answer.unknown_request_ids)) == (
             [],
@@ -367,7 +368,10 @@ def test_a_killed_client_frees_what_it_ran(tmp_path):
 def test_a_deadline_of_the_call_ends_the_request(tmp_path):
     with serving(tmp_path, step_s=0.02) as front:
         grpc.channel_ready_future(front.channel).result(20)
-        with pytest.raises(grpc.RpcError) as caught:
-            list(front.rollout.Generate(prompt(1, max_tokens=1000), timeout=1.0))
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for timeout_s in (1.0, 3.0, 9.0):  # longer where the front was too busy to take it up
+            with pytest.raises(grpc.RpcError) as caught:
+                list(front.rollout.Generate(prompt(1, max_tokens=1000), timeout=timeout_s))
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if front.commands("SubmitRequest"):
+                break
         front.wait_for("AbortRequests")

@@ -21,7 +21,7 @@ import pytest
 from rollout_engine.server.app import write_ready_file
 from rollout_engine.v1 import rollout_pb2 as pb
 from rollout_engine.v1 import rollout_pb2_grpc
-from tests.wire.front import engine_command, prompt, wait_until
+from tests.wire.front import engine_command, prompt, wait_until, whole_lines
 
 PROGRAM = """
 import json, sys
@@ -53,8 +53,7 @@ class FrontProcess:
         return json.loads(self.ready_file.read_text())
 
     def commands(self, kind: str) -> list[dict[str, Any]]:
-        entries = [json.loads(line) for line in self.log.read_text().splitlines()]
-        return [entry for entry in entries if entry["type"] == kind]
+        return [entry for entry in whole_lines(self.log) if entry["type"] == kind]
 
     def end(self, number: int | None = None, timeout_s: float = 60) -> tuple[int, str, str]:
         """Send a signal, wait; returns (exit code, stdout, stderr)."""

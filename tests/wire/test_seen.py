@@ -30,7 +30,7 @@ from rollout_engine.server.observers import Observers
 from rollout_engine.v1 import rollout_pb2 as pb
 from rollout_engine.v1 import rollout_pb2_grpc, weights_pb2
 from tests.wire.fake_engine import FAILING_TOKEN, REFUSED_TOKEN
-from tests.wire.front import engine_command, prompt, serving, wait_until
+from tests.wire.front import engine_command, prompt, serving, wait_until, whole_lines
 from tests.wire.test_front_auth import make_certificate
 from tests.wire.test_front_process import front_process
 
@@ -247,10 +247,6 @@ def test_a_busy_event_loop_is_not_waited_for_longer_than_a_moment(tmp_path, monk
 # ---------------------------------------------------------------- the metrics log
 
 
-def lines_of(path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_metrics_log_has_samples_and_updates(tmp_path):
     log = tmp_path / "metrics.jsonl"
     log.write_text('{"event": "older"}\n')
@@ -260,11 +256,11 @@ def test_the_metrics_log_has_samples_and_updates(tmp_path):
         front.wait_idle()
 
         def has_all() -> bool:
-            last = lines_of(log)[-1]
+            last = whole_lines(log)[-1]
             return (last.get("commit_sequence"), last.get("generated_tokens")) == (1, 4)
 
         wait_until(has_all, 20, "a sample after the update")
-    first, *rest = lines_of(log)
+    first, *rest = whole_lines(log)
     assert first == {"event": "older"}
     samples = [line for line in rest if line["event"] == "sample"]
     (update,) = (line for line in rest if line["event"] == "update")
@@ -286,7 +282,7 @@ def test_the_metrics_log_stays_below_twice_its_limit(tmp_path):
     before = tmp_path / "metrics.jsonl.1"
     assert log.stat().st_size <= 4096
     assert before.stat().st_size <= 4096
-    ids = [line["update_id"] for file in (before, log) for line in lines_of(file) if "update_id" in line]
+    ids = [line["update_id"] for file in (before, log) for line in whole_lines(file) if "update_id" in line]
     assert ids[-1] == "u59"
     assert ids == [f"u{number}" for number in range(60 - len(ids), 60)]  # whole lines, none lost between
     assert len(list(tmp_path.glob("metrics.jsonl*"))) == 2

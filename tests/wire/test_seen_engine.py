@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.engines import RunningEngine, serve
 from tests.tiny import make_tiny
+from tests.wire.front import whole_lines
 from tests.wire.trainer import PROMPT, InFlight, Named, begin, beside, chunks_of, push, until, until_closed
 from trainers_adapters import ModuleSource, PushError, Request, RollsyncError
 from weight_updater.requests import BeginUpdate, Manifest, Staging
@@ -205,13 +206,14 @@ def test_a_push_that_waits_says_how_long(engine, model):
 def test_every_line_of_both_processes_is_json(engine, model):
     with pytest.raises(PushError):
         push(ModuleSource(model), engine, version=1)
-    entries = [json.loads(line) for line in engine.log.read_text().splitlines()]
+    # The front tells the trainer first, and its log then.
+    until(lambda: whole_lines(engine.log)[-1]["event"] == "update_refused", "the refusal is told")
+    entries = whole_lines(engine.log)
     assert all({"time", "level", "process", "event"} <= set(entry) for entry in entries)
     first, second = entries[:2]
     assert (first["process"], first["event"], first["num_pages"]) == ("engine", "engine_ready", 256)
     assert (second["process"], second["event"]) == ("front", "serving")
     assert second["metrics_address"].startswith("127.0.0.1:")
-    assert entries[-1]["event"] == "update_refused"
     assert (entries[-1]["reason"], entries[-1]["level"]) == ("STALE_VERSION", "warning")
 
 
@@ -219,10 +221,7 @@ def test_the_metrics_log_follows_a_real_engine(engine, work_dir, model):
     version = push(ModuleSource(model), engine).version
     log = work_dir / "metrics.jsonl"
 
-    def lines() -> list[dict]:
-        return [json.loads(line) for line in log.read_text().splitlines()]
-
-    until(lambda: lines()[-1].get("weight_version") == version, "a sample of the new version")
-    updates = [line for line in lines() if line["event"] == "update"]
+    until(lambda: whole_lines(log)[-1].get("weight_version") == version, "a sample of the new version")
+    updates = [line for line in whole_lines(log) if line["event"] == "update"]
     assert (updates[-1]["version"], updates[-1]["end"]) == (version, "committed")
     assert {"whole", "transfer", "pause"} <= set(updates[-1]["seconds"])

@@ -73,6 +73,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(device_memory, "bytes_at", lambda *arguments: torch.zeros(arguments[1]))
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: None))
     return made
 
 
@@ -151,3 +152,20 @@ def test_a_call_that_fails_leaves_the_threads_gpu_current(
     assert driver.current == OWN
     names = [name for name, _ in driver.calls]
     assert ("cudaIpcCloseMemHandle" in names) is (fails == "cudaDeviceEnablePeerAccess"), "what was opened"
+
+
+def test_a_buffer_is_zeroed_before_it_is_handed_out(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros that were queued alone could come behind what another stream fills it with."""
+    log: list[str] = []
+
+    class Memory:
+        def zero_(self) -> None:
+            log.append("zero")
+
+    def stream(index: int) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=lambda: log.append(f"wait for the stream of GPU {index}"))
+
+    monkeypatch.setattr(device_memory, "bytes_at", lambda *arguments: Memory())
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    DeviceBuffer(100, torch.device("cuda", OTHER))
+    assert log == ["zero", f"wait for the stream of GPU {OTHER}"]
