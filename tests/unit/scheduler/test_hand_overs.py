@@ -127,7 +127,9 @@ def test_an_abort_that_comes_while_the_manifest_is_read_ends_the_begin(
     assert hand.done(hand.push(5, update_id="u"))["version"] == 5, "an abort ends what came before it only"
 
 
-def test_a_rollback_undoes_no_other_commit_than_the_one_that_it_was_asked_for(prompt_hand: HandEngine) -> None:
+def test_a_rollback_undoes_no_other_commit_than_the_one_that_it_was_asked_for(
+    prompt_hand: HandEngine,
+) -> None:
     hand = prompt_hand
     hand.done(hand.push(5, keep_previous=True))
     hand.submit("a", max_tokens=20)
@@ -141,7 +143,9 @@ def test_a_rollback_undoes_no_other_commit_than_the_one_that_it_was_asked_for(pr
     assert hand.done(hand.call(messages.Rollback, Inflight.WAIT))["version"] == 5
 
 
-def test_what_an_aborted_call_leaves_behind_ends_no_later_update_of_the_same_id(prompt_hand: HandEngine) -> None:
+def test_what_an_aborted_call_leaves_behind_ends_no_later_update_of_the_same_id(
+    prompt_hand: HandEngine,
+) -> None:
     hand = prompt_hand
     hand.submit("a", max_tokens=40)
     hand.engine.turn()
