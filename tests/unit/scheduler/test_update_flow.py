@@ -224,9 +224,8 @@ def test_the_memory_of_an_update_that_was_aborted_under_its_worker_is_given_back
         loop.answers.clear()
         loop.updater.release([named.allocation_id])
         deadline = time.monotonic() + 10
-        while num_mappings(named.name) > 1:  # ours; the worker lets go a moment after it has told its result
+        while num_mappings(named.name) > 1:  # ours; the worker lets go a moment after it has answered
             assert time.monotonic() < deadline, "nothing but the collector would give it back"
-            time.sleep(0.001)
     finally:
         gc.enable()
 
