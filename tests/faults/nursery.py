@@ -111,6 +111,10 @@ class Nursery:
         """Pids of the living, by role."""
         return self.ask(do="children")
 
+    def pause(self, paused: bool) -> None:
+        """Have it do nothing, or go on: what happens meanwhile it sees at once."""
+        self._process.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
+
     def arm(self, fault: str, at: int, milliseconds: int) -> None:
         """Let the engine's `at`-th read of a disk update fail ("error"), or be slow ("slow"); "" heals."""
         self.ask(do="arm", fault=fault, at=at, milliseconds=milliseconds)
@@ -242,6 +246,8 @@ class _Parent:
         link.close()
 
     def _orphan(self, pid: int) -> None:
+        if pid not in self._children:
+            return  # reaped a moment ago: one select told of both ends
         _, link, _ = self._children[pid]
         self._selector.unregister(link)
         os.kill(pid, signal.SIGKILL)

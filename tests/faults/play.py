@@ -8,7 +8,7 @@ import time
 
 from tests.faults.adapters import STRUCK, Adapters
 from tests.faults.nursery import Forked
-from tests.faults.rounds import OWN, Round
+from tests.faults.rounds import OTHERS, OWN, Round
 from tests.faults.stand import LEASE_S, Stand, until
 from tests.faults.strikes import Outcome, Striker
 from tests.faults.verdict import Ledger, allowed, check_records
@@ -17,6 +17,13 @@ from tests.faults.weights import NUM_GREEDY, PROMPT
 SILENCED = ("kill trainer", "stop trainer", "close channel", "stop engine")
 """After these the lease ends the update, or may, if it is open. In other rounds it is too long to end one by
 accident, as a busy machine would.
+"""
+
+NOT_OPEN = ("start", "staging", "committed")
+"""Stages at which no update is open that a lease could end."""
+UNNOTICED = ("none", "kill client", *OTHERS)
+"""These may take as long as they like while the engine waits for its trainer's next broadcast, and the update
+commits all the same.
 """
 
 
@@ -104,7 +111,8 @@ class Player:
             "shard_bytes": 60_000 if "read" in round_.strike else 150_000 if round_.seed % 2 else 1 << 30,
             "directory": str(self._stand.work_dir / "disk"),
             "version": self._ledger.highest + rng.randint(2, 4),
-            "lease_s": LEASE_S if round_.strike in SILENCED and round_.stage != "committed" else 20.0,
+            "lease_s": LEASE_S if round_.strike in SILENCED and round_.stage not in NOT_OPEN else 20.0,
+            "receive_timeout_s": 20.0 if round_.strike in UNNOTICED else 1.5,
             "adapter": "",
             "base_seed": 0,
             "held": True,

@@ -64,6 +64,7 @@ class Striker:
             "inflight": "abort",
             "keep_previous": False,
             "lease_s": 20,
+            "receive_timeout_s": 20.0,
         }
         self.owner = self._stand.nursery.fork("trainer", address=self._stand.address, **plan)
         ended = self.owner.hear(30.0)

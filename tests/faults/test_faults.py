@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.faults.__main__ import add_counts, player_on, read_counts
+from tests.faults.nursery import nursery
 from tests.faults.play import Player
 from tests.faults.rounds import KINDS, PATHS, STAGES, STAGINGS, STRIKES, Round, all_kinds, pairwise, parse
 from tests.faults.stand import until
@@ -86,6 +88,22 @@ time.sleep(60)
     process.wait()
     process.stdout.close()
     until(lambda: not born(child), "the child ends with its parent")
+
+
+def test_a_nursery_outlives_a_child_and_its_stub_that_end_while_it_is_busy(tmp_path):
+    """Then it hears of both at once, and of the child first."""
+    with nursery(tmp_path) as busy:
+        command = [str(busy.stub), "-m", "tests.unit.benchmarks.obedient_child"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as stub:
+            until(lambda: "module" in busy.children(), "the child is forked", 60.0)
+            (child,) = busy.children()["module"]
+            busy.pause(True)
+            os.kill(child, signal.SIGKILL)
+            until(lambda: not born(child), "it has ended")
+            stub.kill()
+            stub.wait()
+            busy.pause(False)
+        until(lambda: busy.children() == {}, "the nursery goes on")
 
 
 def test_counts_of_many_processes_at_once_add_up_and_are_never_half_a_file(tmp_path):

@@ -46,16 +46,14 @@ MODEL = torch.nn.Module()
 ADAPTED: list[Adapted] = []
 """Both are set by the nursery before it forks."""
 
-RECEIVE_TIMEOUT_S = 1.5
-"""Of one wait of the engine in a group."""
-
 
 @dataclass(frozen=True)
 class Plan:
     """What a trainer is to do. stage, at: where it stops (the `at`-th tensor or chunk of a transfer).
 
     seed: of the weights, or of the adapter that is trained over the base weights of base_seed. adapter: its
-    name; "": the update is of the base weights. shard_bytes: of a file. full_bytes: then the disk is full.
+    name; "": the update is of the base weights. receive_timeout_s: of one wait of the engine in a group.
+    shard_bytes: of a file. full_bytes: then the disk is full.
     """
 
     address: str
@@ -76,6 +74,7 @@ class Plan:
     directory: str
     version: int
     lease_s: float
+    receive_timeout_s: float
 
 
 class Script:
@@ -209,7 +208,7 @@ class Reporting(WeightsClient):
         return self._update(super().update_from_ipc, update, *args, **options)
 
     def update_from_distributed(self, update, *args, **options):
-        options["receive_timeout_s"] = RECEIVE_TIMEOUT_S
+        options["receive_timeout_s"] = self.script.plan.receive_timeout_s
         return self._update(super().update_from_distributed, update, *args, **options)
 
     def prepare(self, update_id, **options):

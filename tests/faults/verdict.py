@@ -134,7 +134,8 @@ def allowed(round_: Round, plan: dict, outcome: Outcome, moved: bool) -> set[str
     if round_.path == "tensor" and round_.strike == "close channel" and round_.stage == "begun":
         may_be |= {"torn"} if round_.staging == "none" else set()  # its streams have channels of their own
     writes = round_.staging == "none" and round_.stage in ("transfer", "sent", "prepared", "commit")
-    if writes or (round_.staging == "none" and round_.strike == "stop trainer" and ended == "refused"):
+    stalled = round_.strike in ("stop trainer", "stop engine") and ended == "refused"  # later, by its lease
+    if writes or (round_.staging == "none" and stalled):
         may_be |= {"torn"}
     return may_be
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from rollout_engine import messages
@@ -86,6 +87,23 @@ class OverlappingRunner:
         return 0
 
 
+class PromptPool:
+    """Stands for the pool of workers: each function has run once it is handed over, so that what takes how
+    many turns is no matter of when a thread gets a core.
+    """
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function())
+        except Exception as error:  # noqa: BLE001 - the worker's boundary
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
 class HandEngine:
     """An engine, and calls to it that wait for nothing."""
 
@@ -122,6 +140,11 @@ class HandEngine:
 
     def _look(self, call_id: int) -> None:
         self.was_in_flight[call_id] = self.engine._gate.in_flight
+
+    def work_promptly(self) -> None:
+        """From here on each worker is done by the next turn."""
+        self.engine._flows._pool.shutdown()
+        self.engine._flows._pool = PromptPool()  # type: ignore[assignment]
 
     def close(self) -> None:
         self.engine._flows.close()

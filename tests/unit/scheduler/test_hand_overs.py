@@ -27,6 +27,13 @@ def hand() -> Iterator[HandEngine]:
     made.close()
 
 
+@pytest.fixture
+def prompt_hand(hand: HandEngine) -> HandEngine:
+    """For what must come before a sequence ends, which some turns of the loop are enough for."""
+    hand.work_promptly()
+    return hand
+
+
 @pytest.mark.parametrize("inflight", [Inflight.KEEP, Inflight.RECOMPUTE, Inflight.ABORT, Inflight.WAIT])
 def test_a_rollback_comes_while_others_generate(hand: HandEngine, inflight: Inflight) -> None:
     hand.done(hand.push(5, keep_previous=True))
@@ -44,7 +51,8 @@ def test_a_rollback_comes_while_others_generate(hand: HandEngine, inflight: Infl
     assert len(hand.tokens("a")) <= expected, "the rollback waited for what it need not wait for"
 
 
-def test_an_update_that_begins_beside_a_rollback_finds_generation_going_on(hand: HandEngine) -> None:
+def test_an_update_that_begins_beside_a_rollback_finds_generation_going_on(prompt_hand: HandEngine) -> None:
+    hand = prompt_hand
     hand.done(hand.push(5, keep_previous=True))
     hand.submit("a", max_tokens=50)
     hand.engine.turn()
@@ -119,7 +127,10 @@ def test_an_abort_that_comes_while_the_manifest_is_read_ends_the_begin(
     assert hand.done(hand.push(5, update_id="u"))["version"] == 5, "an abort ends what came before it only"
 
 
-def test_a_rollback_undoes_no_other_commit_than_the_one_that_it_was_asked_for(hand: HandEngine) -> None:
+def test_a_rollback_undoes_no_other_commit_than_the_one_that_it_was_asked_for(
+    prompt_hand: HandEngine,
+) -> None:
+    hand = prompt_hand
     hand.done(hand.push(5, keep_previous=True))
     hand.submit("a", max_tokens=20)
     hand.engine.turn()
@@ -132,7 +143,10 @@ def test_a_rollback_undoes_no_other_commit_than_the_one_that_it_was_asked_for(ha
     assert hand.done(hand.call(messages.Rollback, Inflight.WAIT))["version"] == 5
 
 
-def test_what_an_aborted_call_leaves_behind_ends_no_later_update_of_the_same_id(hand: HandEngine) -> None:
+def test_what_an_aborted_call_leaves_behind_ends_no_later_update_of_the_same_id(
+    prompt_hand: HandEngine,
+) -> None:
+    hand = prompt_hand
     hand.submit("a", max_tokens=40)
     hand.engine.turn()
     first = hand.push(5, inflight=Inflight.WAIT, update_id="u")
@@ -255,8 +269,9 @@ def adopt(hand: HandEngine, trainer: Trainer, version: int, **fields: object) ->
 
 
 def test_an_adopting_update_that_ends_before_its_trainer_may_write_is_refused(
-    hand: HandEngine, trainer: Trainer
+    prompt_hand: HandEngine, trainer: Trainer
 ) -> None:
+    hand = prompt_hand
     hand.done(adopt(hand, trainer, 5))
     hand.submit("a", max_tokens=40)
     hand.engine.turn()

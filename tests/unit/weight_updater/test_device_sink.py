@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -214,6 +215,8 @@ def test_a_slot_is_given_again_only_after_its_bytes_have_left_it():
     with HostRing(torch.zeros(16, dtype=torch.uint8), 8).passage(copies) as passage:
         with ThreadPoolExecutor(1) as pool:
             reader = pool.submit(read, passage)
+            while passage._filled.qsize() < 2:  # or the first could have left before the second comes
+                time.sleep(0.001)
             for data, turn in passage.arrivals(1):
                 copies.copy(arrived[turn], data)
             reader.result()
