@@ -69,6 +69,7 @@ def test_an_adapter_samples_what_peft_computes(pair, name):
 
 def test_base_answers_keep_every_bit_beside_adapters(pair):
     engine, _, base = pair
+    engine.call(m.FlushCache)  # what is cached is not computed: passes of fewer rows round differently
     assert answers(engine, [("", prompt) for prompt in PROMPTS]) == base
 
 
