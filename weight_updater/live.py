@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weight_updater import from_ipc, replies
+from weight_updater import replies
 from weight_updater.arena import WeightTarget
 from weight_updater.checksum import checksums as checksums_of
 from weight_updater.checksum import fold
 from weight_updater.commit import make_live
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.graphs import GraphHooks
+from weight_updater.mappings import MappedRegion
 from weight_updater.open_update import OpenUpdate
 from weight_updater.requests import Path, Recapture, Staging, UpdateReply
 from weight_updater.slot_scan import slot_checksums
@@ -55,7 +56,7 @@ class LiveWeights:
         self.commit_sequence = 0
         self.torn_reason = ""
         self.weights_path = ""
-        self.adopted: from_ipc.Mapping | None = None
+        self.adopted: MappedRegion | None = None
         self.previous: Previous | None = None
         self.known: dict[str, int] = {}  # slot -> checksum of what is live, as far as it is known
         self._owner_checked = 0.0

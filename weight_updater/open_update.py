@@ -12,12 +12,12 @@ from typing import Protocol
 
 import torch
 
-from weight_updater import from_ipc
 from weight_updater.adapter_bank import Fitted
 from weight_updater.adapters import HeldAdapter
 from weight_updater.arena import WeightTarget
 from weight_updater.cast import same_bytes
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.mappings import MappedRegion, Region
 from weight_updater.plan import Plan, conflict
 from weight_updater.requests import (
     MAX_STREAMS,
@@ -121,8 +121,8 @@ class OpenUpdate:
     num_receiving: int = 0
     receives_streams: bool = False  # what is on its way comes in chunk streams
     finished: list[Request] = field(default_factory=list)  # requests that were received whole
-    regions: list[from_ipc.Region] = field(default_factory=list)  # of a trainer's memory, which it was lent
-    adoption: from_ipc.Mapping | None = None  # what the commit adopts
+    regions: list[Region] = field(default_factory=list)  # of a trainer's memory, which it was lent
+    adoption: MappedRegion | None = None  # what the commit adopts
     verifying: bool = False
     verified: bool = False
     num_changed: int = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from weight_updater import from_ipc
 from weight_updater.arena import Arena
 from weight_updater.descriptor import read_descriptor
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.mappings import Mappings
 
 
 class PreloadedWeights:
@@ -29,7 +29,7 @@ class PreloadedWeights:
         self._path = path
         described = read_descriptor(path)
         self._layout_digest = described.layout_digest
-        self.mappings = from_ipc.Mappings(device)
+        self.mappings = Mappings(device)
         self.mapping = self.mappings.open(described.region)
         self.mappings.pinned.add(self.mapping.allocation_id)
         if self.mapping.data.device != device:

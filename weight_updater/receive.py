@@ -13,6 +13,7 @@ from weight_updater.groups import GroupRegistry
 from weight_updater.lent_tensors import reads_lent
 from weight_updater.look import Look
 from weight_updater.manifests import Manifests, check_files
+from weight_updater.mappings import Mappings
 from weight_updater.open_update import OpenUpdate, Request, check_received
 from weight_updater.pinned import PinnedSegments
 from weight_updater.requests import FromDisk, FromDistributed, FromIpc, FromTensor, Path
@@ -100,7 +101,7 @@ class Receivers:
     mappings: of trainers' memory. groups: process groups of the distributed path.
     """
 
-    def __init__(self, target: WeightTarget, manifests: Manifests, mappings: from_ipc.Mappings) -> None:
+    def __init__(self, target: WeightTarget, manifests: Manifests, mappings: Mappings) -> None:
         self.mappings = mappings
         self.groups = GroupRegistry(target.device)
         self._target = target

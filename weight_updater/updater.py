@@ -14,13 +14,13 @@ from weight_updater.adapter_bank import AdapterBank
 from weight_updater.adapter_updates import AdapterUpdates
 from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
-from weight_updater.from_ipc import Mappings
 from weight_updater.from_tensor import Chunks
 from weight_updater.graphs import GraphHooks, NoGraphs
 from weight_updater.groups import GroupRegistry
 from weight_updater.history import History
 from weight_updater.live import LiveWeights
 from weight_updater.manifests import Manifests
+from weight_updater.mappings import Mappings
 from weight_updater.open_update import OpenUpdate, Request, check_received, expect
 from weight_updater.opening import Opener
 from weight_updater.preloaded import PreloadedWeights
@@ -396,4 +396,4 @@ class WeightUpdater:
     def _unpin(self) -> None:
         """Trainers' memory that no open update and no slot uses may be unmapped again."""
         adopted = self._live.adopted
-        self._receivers.mappings.pinned = set() if adopted is None else {adopted.allocation_id}
+        self._receivers.mappings.unpin("" if adopted is None else adopted.allocation_id)

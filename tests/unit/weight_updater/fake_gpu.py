@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from weight_updater import device_scan, from_ipc, lent_tensors, staging
+from weight_updater import device_scan, lent_tensors, mappings, staging
 from weight_updater.checksum import scan as read
 from weight_updater.device_scan import Found
 from weight_updater.errors import Reason, UpdateRefused
@@ -95,8 +95,8 @@ class _Mapped:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """Replace what touches a GPU on the ipc path."""
     gpu = FakeGpu()
-    monkeypatch.setattr(from_ipc, "MappedAllocation", lambda handle, uuid, device: _Mapped(gpu, handle))
-    monkeypatch.setattr(from_ipc.Mappings, "on_gpu", property(lambda self: True))
+    monkeypatch.setattr(mappings, "MappedAllocation", lambda handle, uuid, device: _Mapped(gpu, handle))
+    monkeypatch.setattr(mappings.Mappings, "on_gpu", property(lambda self: True))
     fake_kernels(monkeypatch, gpu, lent_tensors, staging)
     yield gpu
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.unit.weight_updater.fake_gpu import FakeGpu, fake_gpu
 from tests.unit.weight_updater.test_adopt import Trainer
@@ -52,6 +54,40 @@ def test_an_arena_is_adopted_where_it_lies(gpu: FakeGpu) -> None:
         trainer.die()
         updater.tick(time.monotonic() + 1)
         assert "is gone" in updater.torn_reason
+    finally:
+        trainer.close()
+
+
+def tensors_over(address: int) -> list[torch.Tensor]:
+    """Those in storage that begins there."""
+    gc.collect()
+    alive = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.numel()]
+    return [one for one in alive if one.untyped_storage().data_ptr() == address]
+
+
+def test_memory_that_was_left_for_an_adopted_arena_is_kept_by_nothing(gpu: FakeGpu) -> None:
+    """Copies from a trainer's memory were worked out once, into the memory that was live then."""
+    target = TinyTarget()
+    updater = make_updater(target)
+    packed = gpu.allocate(1, manifest_of(weights(1)).packed_offsets()[1])
+    update_id = begin(updater, weights(1), path=Path.IPC, staging=Staging.NONE)
+    for offset, value in zip(manifest_of(weights(1)).packed_offsets()[0], weights(1).values(), strict=True):
+        gpu.memory[packed][offset : offset + value.nbytes] = raw(value)
+    receive(updater, FromIpc("", cuda_regions=(gpu.region(packed, 0, len(gpu.memory[packed])),)), update_id)
+    updater.commit(update_id)
+    left = target.buffer.untyped_storage().data_ptr()
+    assert tensors_over(left)
+    handle = gpu.allocate(2, target.arena.nbytes)
+    for name, value in weights(2).items():
+        target.arena.slot_view(gpu.memory[handle], name).copy_(value)
+    trainer = Trainer(1)
+    try:
+        region = gpu.region(handle, 0, target.arena.nbytes, owner=trainer.descriptor)
+        update_id = begin(updater, weights(2), path=Path.IPC, adopt=True)
+        receive(updater, FromIpc("", cuda_regions=(region,)), update_id)
+        updater.commit(update_id)
+        assert_live(target, weights(2))
+        assert not tensors_over(left)
     finally:
         trainer.close()
 

@@ -19,7 +19,7 @@ from tests.unit.weight_updater.tiny_target import (
     raw,
     weights,
 )
-from weight_updater import device_scan, from_ipc
+from weight_updater import device_scan, mappings
 from weight_updater.checksum import checksum, fold_by_name
 from weight_updater.device_scan import Found
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
@@ -311,7 +311,7 @@ def test_hundreds_of_handles_in_turn_do_not_pile_up(
     gpu: FakeGpu, says_release: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every push lends another allocation; the trainer lets go of the one before, or says nothing."""
-    monkeypatch.setattr(from_ipc, "MAX_MAPPINGS", 8)
+    monkeypatch.setattr(mappings, "MAX_MAPPINGS", 8)
     target = TinyTarget()
     updater = make_updater(target)
     most_mapped = 0
