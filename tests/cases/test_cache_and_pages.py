@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -177,17 +178,25 @@ def test_a_flush_of_pages_that_are_held_is_refused_and_any_other_flushes(kind, e
 
 @pytest.mark.case("B056")
 @pytest.mark.parametrize("inflight", [Inflight.KEEP, Inflight.RECOMPUTE, Inflight.ABORT])
-def test_a_cache_that_goes_under_running_requests_loses_no_page(inflight, engine, ways, weights):
+def test_a_cache_that_goes_under_running_requests_loses_no_page(inflight, engine, ways, weights, monkeypatch):
     """A commit drops the trees that they hang in; they end later, and walk to roots that are gone."""
+    launch = engine.runner.launch
+
+    def slowly(*args, **kwargs):
+        time.sleep(0.02)
+        return launch(*args, **kwargs)
+
     for _ in range(3):
         new = trained(weights)
-        requests = [engine.submit([*PROMPT, i], max_tokens=150, n=2) for i in range(4)]
-        for request in requests:
-            request.started()
-        ways.push("segment", new, inflight=inflight)
-        if inflight is not Inflight.ABORT:
-            with pytest.raises(EngineError):
-                engine.call(m.FlushCache)
+        with monkeypatch.context() as slow:  # else they may be over before the push is
+            slow.setattr(engine.runner, "launch", slowly)
+            requests = [engine.submit([*PROMPT, i], max_tokens=150, n=2) for i in range(4)]
+            for request in requests:
+                request.started()
+            ways.push("segment", new, inflight=inflight)
+            if inflight is not Inflight.ABORT:
+                with pytest.raises(EngineError):
+                    engine.call(m.FlushCache)
         late = [engine.submit([*PROMPT, i], max_tokens=10) for i in range(4)]
         for request in [*requests, *late]:
             request.end()

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rollout_engine.flows import NUM_WORKERS
 from tests.faults.adapted import MAX_RANK
 from tests.faults.bank import Held, look_into
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.weights import PROMPT
 from trainers_adapters import RolloutClient, RollsyncError, WeightsClient
+from weight_updater.requests import MAX_STREAMS
 from weight_updater.shm import sweep
 
 LEASE_S = 0.8
@@ -23,8 +25,10 @@ UPLOAD_LEASE_S = 1.5
 """How long the engine waits for the next chunk of a stream: its own lease, not an update's."""
 RECEIVERS = 2
 """Processes that take chunk streams, at ports of their own."""
-WORKERS = 4
-"""Threads of the engine's pool, which start when they are needed and stay."""
+WORKERS = NUM_WORKERS + MAX_STREAMS
+"""Threads of the engine's pool, at most: one starts where no other is idle at that moment, and stays. A round
+that leaked a thread would be seen after so many.
+"""
 GIVEN_BACK_S = 6.0
 """How long a round's things may take to be given back."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -35,6 +36,11 @@ class Outcome:
     removed: int = 0
     base_moved: bool = False
     owner_lost: bool = False
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended since it was seen
+        os.kill(pid, signal.SIGKILL)
 
 
 class Striker:
@@ -107,10 +113,10 @@ class Striker:
             client.kill()
         elif strike == "kill group":
             for pid in stand.nursery.children().get("gloo_child", ()):
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
         elif strike == "kill receivers":
             for pid in stand.nursery.children().get("receiver", ()):
-                os.kill(pid, signal.SIGKILL)
+                _kill(pid)
         elif strike == "roll back":
             reply = stand.weights.rollback()
             self._ledger.rolled_back(reply)
