@@ -323,14 +323,14 @@ def test_a_killed_sender_is_a_broken_stream(tmp_path):
 
 @pytest.mark.parametrize("call", ["CommitUpdate", "UpdateWeightsFromTensor"])
 def test_an_expired_call_of_an_update_sends_nothing_more(tmp_path, call):
-    late = dict.fromkeys(["Commit", "Update", "FlushCache"], 1.3)
+    late = dict.fromkeys(["Commit", "Update", "FlushCache"], 3.3)
     with serving(tmp_path, delay_on=late) as front:
         grpc.channel_ready_future(front.channel).result(20)
         if call == "CommitUpdate":
-            future = front.weights.CommitUpdate.future(pb.CommitUpdateRequest(update_id="u"), timeout=1.0)
+            future = front.weights.CommitUpdate.future(pb.CommitUpdateRequest(update_id="u"), timeout=3.0)
         else:
             stream = iter([header(), chunk(0, 0, bytes(8))])
-            future = front.weights.UpdateWeightsFromTensor.future(stream, timeout=1.0)
+            future = front.weights.UpdateWeightsFromTensor.future(stream, timeout=3.0)
         with pytest.raises(grpc.RpcError) as caught:
             future.result()
         assert caught.value.code() is CODE.DEADLINE_EXCEEDED

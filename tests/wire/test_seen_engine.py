@@ -204,8 +204,9 @@ def test_a_push_that_waits_says_how_long(engine, model):
 
 
 def test_every_line_of_both_processes_is_json(engine, model):
+    version = push(ModuleSource(model), engine).version
     with pytest.raises(PushError):
-        push(ModuleSource(model), engine, version=1)
+        push(ModuleSource(model), engine, version=version)
     # The front tells the trainer first, and its log then.
     until(lambda: whole_lines(engine.log)[-1]["event"] == "update_refused", "the refusal is told")
     entries = whole_lines(engine.log)
