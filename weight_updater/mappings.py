@@ -215,7 +215,8 @@ class Mappings:
 
     def unpin(self, adopted: str = "") -> None:
         """Let all go but an adopted allocation. Copies that were arranged into other live weights are
-        forgotten, else they would keep that memory."""
+        forgotten, else they would keep that memory.
+        """
         if adopted != self._adopted:
             self._arranged = {key: lent for key, lent in self._arranged.items() if key[1]}
         self._adopted, self.pinned = adopted, {adopted} - {""}

@@ -77,6 +77,15 @@ def test_parameters_become_views_and_keep_values_ties_and_identity(engine, clien
     assert module.head.weight is module.embed.weight
 
 
+def test_a_descriptor_that_cannot_be_put_in_place_leaves_no_file(engine, client, tmp_path):
+    place = tmp_path / "arena.json"
+    place.mkdir()
+    with AdoptedArena(client, Tied()) as arena:
+        with pytest.raises(IsADirectoryError):
+            arena.write_descriptor(place)
+        assert list(tmp_path.iterdir()) == [place]
+
+
 def test_a_block_that_raises_aborts_the_update(engine, client):
     with AdoptedArena(client, Tied()) as arena:
         with pytest.raises(RuntimeError, match="diverged"), arena.update():

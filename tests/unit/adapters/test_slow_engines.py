@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import grpc
@@ -107,6 +107,16 @@ def test_a_refusal_is_told_at_once_and_ends_the_update_on_a_slow_engine(
     assert refused.value.committed == ()
     assert all("AbortUpdate" in engine.events for engine in engines)
     assert not any("CommitUpdate" in engine.events for engine in engines)
+
+
+def test_layouts_are_asked_for_at_once(engines, clients):
+    engines[0].slow.add("GetWeightLayout")
+    engines[1].refuse["GetWeightLayout"] = REFUSED
+    started = time.monotonic()
+    with closing(BucketPush(clients, path="tensor", timeout_s=60)) as push:
+        with pytest.raises(PushError, match=f"GetWeightLayout on {clients[1].address}: w differs"):
+            push.begin()
+        assert time.monotonic() - started < 20, "the slow one answers after a minute"
 
 
 @pytest.mark.parametrize("method", STEPS)
