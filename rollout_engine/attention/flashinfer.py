@@ -1,9 +1,13 @@
-"""Paged attention on GPUs: FlashInfer for prefill and mixed passes, a kernel of our own for decode passes.
+"""Paged attention on GPUs. A pass has up to three parts, each with the kernel that suits it:
 
-FlashInfer's wrapper is planned on the host, once a pass: a plan cuts the rows' KV into pieces that fill the
-device, and is copied to a workspace that the kernels of all layers read. Decode passes need no plan: their
-kernel reads lengths and page tables on the device, so nothing has to be replanned when a captured pass is
-replayed.
+    prompts of which nothing was cached    torch's FlashAttention over this pass's keys and values
+    prompts behind cached tokens           FlashInfer over the pool's pages
+    rows of one token                      a kernel of our own over the pool's pages
+
+The first is what transformers runs, so that log-probabilities differ as little as they can. FlashInfer's
+wrapper is planned on the host, once a pass: a plan cuts the rows' KV into pieces that fill the device, and is
+copied to a workspace that the kernels of all layers read. Rows of one token need no plan: their kernel reads
+lengths and page tables on the device, so nothing has to be replanned when a captured pass is replayed.
 
 T = packed tokens, B = rows, N = query heads, K = kv heads, H = head dim
 """
@@ -52,19 +56,43 @@ class FlashInferBackend(AttentionBackend):
         log.info("attention_ready", backend="flashinfer", seconds=round(time.monotonic() - started, 1))
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Cut the rows' work into pieces, for all layers."""
+        """Choose kernels, and cut the rows' work into pieces for all layers."""
+        num_rows = batch.batch_size
         if batch.forward_mode.is_decode():
-            batch.attn_plan = DecodePlan(
-                splits_for(batch.batch_size, self.shape.num_kv_heads, self._num_processors)
-            )
+            batch.attn_plan = PassPlan(None, self._decode(batch, 0, 0))
             return
-        queries = np.zeros(batch.batch_size + 1, dtype=np.int32)
-        np.cumsum(batch.extend_lens_cpu, out=queries[1:])
-        counts, indices, last = pages_of_rows(
-            batch.req_pool_indices_cpu, batch.seq_lens_cpu, batch.page_table, self.shape.page_size
+        lengths = batch.extend_lens_cpu
+        num_prompts = num_rows
+        while num_prompts and lengths[num_prompts - 1] == 1:  # prompts come first in a mixed pass
+            num_prompts -= 1
+        num_tokens = sum(lengths[:num_prompts])
+        prompts = self._prompts(batch, num_prompts, num_tokens) if num_prompts else None
+        decode = self._decode(batch, num_prompts, num_tokens) if num_prompts < num_rows else None
+        batch.attn_plan = PassPlan(prompts, decode)
+
+    def _decode(self, batch: ForwardBatch, first_row: int, first_token: int) -> DecodePlan:
+        """Rows of one token, from `first_row` on."""
+        num_rows = batch.batch_size - first_row
+        splits = splits_for(num_rows, self.shape.num_kv_heads, self._num_processors)
+        return DecodePlan(
+            slice(first_row, batch.batch_size), slice(first_token, first_token + num_rows), splits
         )
-        self._plan(queries, counts, indices, last)
-        batch.attn_plan = PrefillPlan(self._wrapper, slice(int(queries[-1])))
+
+    def _prompts(self, batch: ForwardBatch, num_rows: int, num_tokens: int) -> FreshPlan | PagedPlan:
+        """The first rows: several tokens each."""
+        lengths, tokens = batch.extend_lens_cpu[:num_rows], slice(num_tokens)
+        starts = starts_of(np.array(lengths, dtype=np.int32))
+        if lengths == batch.seq_lens_cpu[:num_rows]:
+            (on_device,) = batch.sampling_info.packer.put([starts])
+            return FreshPlan(tokens, on_device, max(lengths))
+        counts, indices, last = pages_of_rows(
+            batch.req_pool_indices_cpu[:num_rows],
+            batch.seq_lens_cpu[:num_rows],
+            batch.page_table,
+            self.shape.page_size,
+        )
+        self._plan(starts, counts, indices, last)
+        return PagedPlan(tokens, self._wrapper)
 
     def _plan(self, queries: np.ndarray, counts: np.ndarray, indices: np.ndarray, last: np.ndarray) -> None:
         shape = self.shape
@@ -101,37 +129,71 @@ class FlashInferBackend(AttentionBackend):
         self, layer_id: int, q: torch.Tensor, batch: ForwardBatch, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         pool, plan = batch.token_to_kv_pool, batch.attn_plan
+        k, v = pool.k[layer_id], pool.v[layer_id]
         if out is None:
             out = torch.empty_like(q)
-        if isinstance(plan, DecodePlan):
-            return attend(
-                q,
-                pool.k[layer_id],
-                pool.v[layer_id],
+        if (prompts := plan.prompts) is not None:
+            mine = prompts.tokens
+            if isinstance(prompts, PagedPlan):
+                prompts.wrapper.run(q[mine], pool.paged[layer_id], out=out[mine])
+            else:
+                slots = batch.out_cache_loc[mine]
+                out[mine] = prompts.attend(q[mine], k.index_select(0, slots), v.index_select(0, slots))
+        if (decode := plan.decode) is not None:
+            attend(
+                q[decode.tokens],
+                k,
+                v,
                 batch.device_page_table,
-                batch.req_pool_indices,
-                batch.seq_lens,
+                batch.req_pool_indices[decode.rows],
+                batch.seq_lens[decode.rows],
                 pool.page_size,
-                plan.splits,
-                out,
+                decode.splits,
+                out[decode.tokens],
             )
-        plan.wrapper.run(q[plan.tokens], pool.paged[layer_id], out=out[plan.tokens])
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """tokens: those that were planned; behind them there may be padding, which the wrapper does not take."""
+class FreshPlan:
+    """Prompts that bring all of their tokens. starts: [rows + 1] int32, on the device."""
 
-    wrapper: flashinfer.BatchPrefillWithPagedKVCacheWrapper
     tokens: slice
+    starts: torch.Tensor
+    longest: int
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """[T, N, H], [T, K, H], [T, K, H] -> [T, N, H]."""
+        starts, longest = self.starts, self.longest
+        out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            q, k, v, starts, starts, longest, longest, 0.0, True, False
+        )[0]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class PagedPlan:
+    """Prompts of which a part lies in the pool already."""
+
+    tokens: slice
+    wrapper: flashinfer.BatchPrefillWithPagedKVCacheWrapper
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """splits: pieces that each row's KV is cut into; see ops.decode_attention."""
+    """Rows of one token. splits: pieces that each row's KV is cut into; see ops.decode_attention."""
 
+    rows: slice
+    tokens: slice
     splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """Parts of a pass, prompts first. Behind them there may be padding, which nobody attends for."""
+
+    prompts: FreshPlan | PagedPlan | None
+    decode: DecodePlan | None
 
 
 def pages_of_rows(

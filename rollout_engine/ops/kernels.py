@@ -12,8 +12,65 @@ import triton
 import triton.language as tl
 
 ELEMENTWISE_BLOCK = 1024
+MANY_ROWS = 256
+"""Up to so many rows, matrix products add in another order than those of a large batch, and a norm's order
+gains nothing; with more, norms add as torch does, so that prompts come out as transformers computes them.
+"""
+ORDERED_STEP = 128
+"""Values that a warp of torch's reduction takes at a time."""
+MAX_ORDERED = 8192
+"""Values that torch adds up with several warps, in yet another order."""
 MAX_HEADS = 8
 """Of one program in _norm_rope_write_kernel, a power of two."""
+
+
+@triton.jit
+def _lanes(values, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """[ROWS, 4 * LANES] -> [ROWS, LANES]: what each thread of torch's reduction adds of its own."""
+    even, odd = tl.split(tl.reshape(values, [ROWS, LANES, 2, 2]))
+    value_0, value_2 = tl.split(even)
+    value_1, value_3 = tl.split(odd)
+    return ((value_0 + value_1) + value_2) + value_3
+
+
+@triton.jit
+def _across_lanes(sums, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """[ROWS, LANES] -> [ROWS]: each thread adds the one half of the remaining threads away, and again."""
+    for step in tl.static_range(6):
+        if LANES >> step > 1:
+            halves = tl.reshape(sums, [ROWS, 2, LANES >> (step + 1)])
+            low, high = tl.split(tl.permute(halves, (0, 2, 1)))
+            sums = low + high
+    return tl.reshape(sums, [ROWS])
+
+
+@triton.jit
+def _ordered_rms_norm_kernel(
+    x, residual, weight, out, eps, D: tl.constexpr, ADD: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """_rms_norm_kernel with squares added in torch's order: STEP // 4 threads take four values at a time."""
+    row = tl.program_id(0).to(tl.int64) * D
+    squares = tl.zeros((1, STEP), tl.float32)
+    for first in tl.static_range(0, D, STEP):
+        columns = row + first + tl.arange(0, STEP)[None, :]
+        values = tl.load(x + columns)
+        if ADD:
+            values = (values.to(tl.float32) + tl.load(residual + columns).to(tl.float32)).to(values.dtype)
+        wide = values.to(tl.float32)
+        squares += wide * wide
+    total = _across_lanes(_lanes(squares, 1, STEP // 4), 1, STEP // 4)
+    scale = tl.rsqrt(total * (1.0 / D) + eps)
+    tl.debug_barrier()  # other threads have read what is overwritten next
+    columns = tl.arange(0, BLOCK)
+    mask = columns < D
+    values = tl.load(x + row + columns, mask=mask, other=0.0)
+    if ADD:
+        before = tl.load(residual + row + columns, mask=mask, other=0.0)
+        values = (values.to(tl.float32) + before.to(tl.float32)).to(values.dtype)
+        tl.store(residual + row + columns, values, mask=mask)
+    normed = (values.to(tl.float32) * scale).to(values.dtype).to(tl.float32)
+    factor = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row + columns, (normed * factor).to(values.dtype), mask=mask)
 
 
 @triton.jit
@@ -38,11 +95,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See ops.fused. x: [*, D], made contiguous."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    D = x.shape[-1]
-    rows = x.numel() // D
-    block = triton.next_power_of_2(D)
-    if rows:
-        _rms_norm_kernel[(rows,)](x, x, weight, out, D, eps, ADD=False, BLOCK=block, num_warps=_warps(block))
+    _launch_norm(x, x, weight, out, eps, add=False)
     return out
 
 
@@ -51,13 +104,34 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Adds delta to residual in place and returns the norm of the sum; [T, D] each, contiguous."""
     out = torch.empty_like(residual)
-    rows, D = residual.shape
-    block = triton.next_power_of_2(D)
-    if rows:
-        _rms_norm_kernel[(rows,)](
-            delta, residual, weight, out, D, eps, ADD=True, BLOCK=block, num_warps=_warps(block)
-        )
+    _launch_norm(delta, residual, weight, out, eps, add=True)
     return out
+
+
+def _launch_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, *, add: bool
+) -> None:
+    D = x.shape[-1]
+    rows = x.numel() // D
+    block = triton.next_power_of_2(D)
+    if rows > MANY_ROWS and D % ORDERED_STEP == 0 and D < MAX_ORDERED:
+        _ordered_rms_norm_kernel[(rows,)](
+            x,
+            residual,
+            weight,
+            out,
+            eps,
+            D,
+            ADD=add,
+            STEP=ORDERED_STEP,
+            BLOCK=block,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    elif rows:
+        _rms_norm_kernel[(rows,)](
+            x, residual, weight, out, D, eps, ADD=add, BLOCK=block, num_warps=_warps(block)
+        )
 
 
 def _warps(block: int) -> int:
@@ -134,6 +208,7 @@ def _norm_rope_write_kernel(
     N,
     K,
     NORM: tl.constexpr,
+    ORDERED: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -156,8 +231,13 @@ def _norm_rope_write_kernel(
         wide_first = first.to(tl.float32)
         wide_second = second.to(tl.float32)
         if NORM:
-            squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
-            scale = tl.rsqrt(squares / H + eps)[:, None]
+            if ORDERED:
+                lanes = _lanes(wide_first * wide_first, HEADS, HALF // 4)
+                lanes += _lanes(wide_second * wide_second, HEADS, HALF // 4)
+                squares = _across_lanes(lanes, HEADS, HALF // 4)
+            else:
+                squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
+            scale = tl.rsqrt(squares * (1.0 / H) + eps)[:, None]
             weight = q_weight
             if head >= N:
                 weight = k_weight
@@ -223,9 +303,11 @@ def norm_rope_write(
         N,
         K,
         NORM=norms is not None,
+        ORDERED=T > MANY_ROWS,
         HALF=H // 2,
         HEADS=heads,
         num_warps=max(1, heads * H // 512),
+        enable_fp_fusion=T <= MANY_ROWS,
     )
     return q_out
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rollout_engine.sampling import SamplingParams
 from rollout_engine.sequence import Sequence
@@ -93,6 +96,45 @@ def test_flashinfer_agrees_with_sdpa_and_transformers(model_dir, graphs, referen
         sums["flashinfer"] += mean_difference(score(flash, tokens, start), wanted)
         sums["sdpa"] += mean_difference(score(oracle, tokens, start), wanted)
     assert max(sums.values()) < 2 * sums["transformers"] + 0.01, sums
+
+
+def expected_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """torch's own, of the last tokens of one sequence: q [T, N, H] over keys and values [S, K, H]."""
+    T, S = len(q), len(keys)
+    q, keys, values = (tensor.transpose(0, 1)[None] for tensor in (q, keys, values))
+    mask = None if T == S else torch.ones(T, S, dtype=torch.bool, device="cuda").tril(S - T)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION if mask is None else SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(q, keys, values, mask, is_causal=mask is None, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def test_each_part_of_a_pass_attends_like_torch_and_whole_prompts_to_the_bit(model_dir):
+    """Whole prompts, chunks behind cached tokens, and rows of one token beside them."""
+    model = engine(model_dir, cuda_graphs=False, max_prefill_tokens=64, chunked_prefill=True)
+    backend, pool = model.runner.attn_backend, model.runner.token_to_kv_pool
+    attend, seen = backend.attend, []
+
+    def noted(layer_id, q, batch, out=None):
+        result = attend(layer_id, q, batch, out)
+        ends = np.cumsum(batch.extend_lens_cpu)
+        for row, (end, total) in enumerate(zip(ends, batch.seq_lens_cpu, strict=True)):
+            length, places = batch.extend_lens_cpu[row], np.arange(total)
+            pages = batch.page_table[batch.req_pool_indices_cpu[row]]
+            slots = pages[places // pool.page_size] * pool.page_size + places % pool.page_size
+            at = torch.from_numpy(slots).long().cuda()
+            tokens = slice(end - length, end)
+            wanted = expected_attention(q[tokens], pool.k[layer_id][at], pool.v[layer_id][at])
+            kind = "one token" if length == 1 else "whole" if length == total else "behind others"
+            error = (result[tokens].float() - wanted.float()).abs().max().item()
+            seen.append((batch.forward_mode.name, kind, torch.equal(result[tokens], wanted), error))
+        return result
+
+    backend.attend = noted
+    model.generate(prompts_for(128, [40, 90, 17]), GREEDY)
+    parts = {(mode, kind) for mode, kind, _, _ in seen}
+    assert parts >= {("EXTEND", "whole"), ("MIXED", "behind others"), ("MIXED", "one token")}, parts
+    assert all(same for mode, kind, same, _ in seen if (mode, kind) == ("EXTEND", "whole"))
+    assert max(error for *_, error in seen) < 0.04
 
 
 def run_alike(model: LocalEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:

@@ -10,7 +10,7 @@ from rollout_engine.batch.forward import SamplingInfo
 from rollout_engine.batch.packing import Packer
 from rollout_engine.batch.schedule import SampleRow
 from rollout_engine.models.layers import rotate
-from rollout_engine.ops import fused
+from rollout_engine.ops import fused, kernels
 from rollout_engine.ops.decode_attention import attend
 from rollout_engine.ops.host_reads import fetch
 from rollout_engine.runner.sampler import NO_TOKEN, sample
@@ -40,6 +40,41 @@ def test_norms_round_where_the_reference_does(rows, size, dtype):
     assert torch.allclose(normed.cpu(), expected, rtol=8 * step, atol=8 * step)
 
 
+def reference_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The steps of transformers, each in torch's own kernels on the GPU."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [4096, 2560, 640])
+def test_norms_of_many_rows_are_those_of_transformers_to_the_bit(size, dtype):
+    """In float32 another order of a sum shows in every tenth value."""
+    rows = kernels.MANY_ROWS + 1
+    x, residual = (random(rows, size, dtype=dtype, seed=i) for i in range(2))
+    weight = random(size, dtype=dtype, seed=2)
+    assert torch.equal(fused.rms_norm(x, weight, 1e-6), reference_norm(x, weight, 1e-6))
+    normed, total = fused.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, reference_norm(x + residual, weight, 1e-6))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_of_many_rows_are_those_of_transformers_to_the_bit(head_dim):
+    T, N, K, eps = kernels.MANY_ROWS + 1, 8, 2, 1e-6
+    qkv = random(T, (N + 2 * K) * head_dim, dtype=torch.float32)
+    q_weight, k_weight = (random(head_dim, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    angles = random(T, 1, head_dim // 2, dtype=torch.float32, seed=3)
+    rope = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    slots = torch.randperm(T, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    pools = [torch.zeros(T, K, head_dim, device=DEVICE) for _ in range(2)]
+    q = kernels.norm_rope_write(qkv, (q_weight, k_weight, eps), rope, slots, *pools)
+    wanted_q, wanted_k, wanted_v = qkv.view(T, -1, head_dim).split((N, K, K), dim=1)
+    assert torch.equal(q, rotate(reference_norm(wanted_q, q_weight, eps), rope))
+    assert torch.equal(pools[0][slots], rotate(reference_norm(wanted_k, k_weight, eps), rope))
+    assert torch.equal(pools[1][slots], wanted_v)
+
+
 def test_silu_mul():
     gate_up = random(37, 2 * 1500)
     assert torch.allclose(fused.silu_mul(gate_up).cpu(), fused.silu_mul(gate_up.cpu()), rtol=1e-2, atol=1e-6)
@@ -67,7 +102,6 @@ def test_norm_rope_write(norm, head_dim):
     sin = torch.cat((-angles.sin(), angles.sin()), -1).bfloat16()
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(4))[:T].to(DEVICE)
     pools = [torch.zeros(64, K, head_dim, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
-    kernels = fused.kernels_for(qkv)
     norms = (q_weight, k_weight, eps) if norm else None
     q = kernels.norm_rope_write(qkv, norms, (cos, sin), slots, *pools)
 

@@ -35,7 +35,14 @@ def close(found: torch.Tensor, expected: torch.Tensor, steps: int = 4) -> bool:
 
 
 def norms() -> None:
-    for rows, size, dtype in ((1, 96, torch.float16), (5, 64, torch.float32), (3, 600, torch.float16)):
+    many = kernels.MANY_ROWS + 1
+    kinds = (
+        (1, 96, torch.float16),
+        (5, 64, torch.float32),
+        (3, 600, torch.float16),
+        (many, 384, torch.float16),
+    )
+    for rows, size, dtype in kinds:
         x, residual = random(rows, size, dtype=dtype), random(rows, size, seed=1, dtype=dtype)
         weight = random(size, seed=2, dtype=dtype)
         assert close(kernels.rms_norm(x, weight, 1e-6), fused.rms_norm(x, weight, 1e-6))
@@ -62,8 +69,13 @@ def products() -> None:
 
 
 def heads() -> None:
-    slots = torch.tensor([9, 0, 4])
-    for N, K, H, norm in ((8, 2, 64, True), (3, 3, 64, False), (12, 1, 128, True)):
+    few, many = torch.tensor([9, 0, 4]), torch.randperm(300, generator=torch.Generator().manual_seed(4))
+    for N, K, H, norm, slots in (
+        (8, 2, 64, True, few),
+        (3, 3, 64, False, few),
+        (12, 1, 128, True, few),
+        (2, 1, 64, True, many[: kernels.MANY_ROWS + 1]),
+    ):
         T, eps = len(slots), 1e-6
         qkv = random(T, (N + 2 * K) * H)
         weights = random(H, seed=1), random(H, seed=2)
@@ -72,7 +84,7 @@ def heads() -> None:
             torch.cat([angles.cos()] * 2, -1).half(),
             torch.cat((-angles.sin(), angles.sin()), -1).half(),
         )
-        pools = [torch.full((12, K, H), 7.0).half() for _ in range(2)]
+        pools = [torch.full((300, K, H), 7.0).half() for _ in range(2)]
         into = torch.full((T, N, H), torch.nan).half()
         q = kernels.norm_rope_write(
             qkv, (*weights, eps) if norm else None, (cos, sin), slots, *pools, into if norm else None
@@ -85,7 +97,7 @@ def heads() -> None:
         assert close(q, rotate(wanted_q, (cos, sin)), steps=16)
         assert close(pools[0][slots], rotate(wanted_k, (cos, sin)), steps=16)
         assert torch.equal(pools[1][slots], wanted_v)
-        others = torch.ones(12, dtype=torch.bool)
+        others = torch.ones(300, dtype=torch.bool)
         others[slots] = False
         assert all(bool((pool[others] == 7.0).all()) for pool in pools)
 
