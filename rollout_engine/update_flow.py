@@ -26,7 +26,7 @@ from rollout_engine.update_records import UpdateRecords
 from rollout_engine.uploads import Uploads
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.open_update import OpenUpdate
-from weight_updater.receive import Receive
+from weight_updater.receive import Pace, Receive
 from weight_updater.requests import (
     BeginReply,
     BeginUpdate,
@@ -269,7 +269,7 @@ class UpdateFlow:
             if receive.writes_live:
                 error = yield from self._clear_the_way(receive)
             if error is None and self._updater.open is update:
-                if alone and receive.instant:
+                if alone and receive.pace <= (Pace.BRIEF if self._scheduler.is_idle else Pace.INSTANT):
                     self._updater.run_all(receive)
                 else:
                     self._num_working += alone  # no commit of another update while this one is verified

@@ -96,11 +96,15 @@ def take_lent(sink: Sink, offered: LentTensors, device: torch.device, *, scanned
         sink.settle_whole(groups.indexes, found)
 
 
+def takes_together(sink: Sink, offered: LentTensors, device: torch.device) -> bool:
+    """Whether `take_lent` would take all tensors in one launch, if it read them."""
+    return not _groups(sink, offered, device).others
+
+
 def reads_lent(sink: Sink, offered: LentTensors, device: torch.device, *, scanned: bool) -> bool:
-    """Whether `take_lent` would read a byte."""
-    groups = _groups(sink, offered, device)
-    promised = scanned and _promised(sink, groups.indexes) is not None
-    return bool(groups.others) or (_launches(sink) and not promised)
+    """Whether `take_lent` would read a byte of tensors that it takes together."""
+    promised = scanned and _promised(sink, _groups(sink, offered, device).indexes) is not None
+    return _launches(sink) and not promised
 
 
 def _groups(sink: Sink, offered: LentTensors, device: torch.device) -> Groups:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from enum import IntEnum
 
 from weight_updater import from_disk, from_distributed, from_ipc, from_tensor
 from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.groups import GroupRegistry
-from weight_updater.lent_tensors import reads_lent
+from weight_updater.lent_tensors import reads_lent, takes_together
 from weight_updater.look import Look
 from weight_updater.manifests import Manifests, check_files
 from weight_updater.mappings import Mappings
@@ -31,12 +32,22 @@ LOOK_S = 1.0
 """How often to look whether trainers removed segments that are kept."""
 
 
+class Pace(IntEnum):
+    """How long `Receive.run` keeps the thread that calls it."""
+
+    INSTANT = 0
+    """It reads nothing: the loop may call it itself."""
+    BRIEF = 1
+    """It reads memory of GPUs that was lent before, for milliseconds: so may a loop with nothing to run."""
+    LONG = 2
+    """It is work for a worker."""
+
+
 class Receive:
     """One `update_weights_from_*` of an open update.
 
     writes_live: `run` writes into live slots; the loop lets no forward pass start until it returned.
     counted: it is one of the update's `num_receiving`.
-    instant: `run` reads nothing, so that the loop may call it itself.
     """
 
     def __init__(
@@ -47,13 +58,13 @@ class Receive:
         look: Callable[[], None] | None = None,
         *,
         counted: bool = False,
-        instant: bool = False,
+        pace: Pace = Pace.LONG,
     ) -> None:
         self.update = update
         self.request = request
         self.writes_live = update.writes_live
         self.counted = counted
-        self.instant = instant
+        self.pace = pace
         self._work = work
         self._look = look
 
@@ -134,13 +145,15 @@ class Receivers:
         update.regions += lent.all_regions
         return lambda: self._ipc(update, lent)
 
-    def is_instant(self, update: OpenUpdate, request: Request) -> bool:
-        """Whether the work for `request` reads no byte: it lends what was lent before, unlooked at."""
+    def pace(self, update: OpenUpdate, request: Request) -> Pace:
+        """How long the work for `request` takes, if what it lends was lent before; else it may take long."""
         if not isinstance(request, FromIpc) or not request.lent or update.adopt or update.adapter is not None:
-            return False
+            return Pace.LONG
         lent = self.mappings.arranged(request.lent, update.plan, adopt=False)
         device = self.mappings.device
-        return lent is not None and not reads_lent(update.sink, lent, device, scanned=request.scanned)
+        if lent is None or not takes_together(update.sink, lent, device):
+            return Pace.LONG
+        return Pace.BRIEF if reads_lent(update.sink, lent, device, scanned=request.scanned) else Pace.INSTANT
 
     def reading(self, update: OpenUpdate) -> AbstractContextManager[None]:
         """A block in which nothing is unmapped that the update was lent, also if it ends meanwhile."""

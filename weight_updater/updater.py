@@ -24,7 +24,7 @@ from weight_updater.mappings import Mappings
 from weight_updater.open_update import OpenUpdate, Request, check_received, expect
 from weight_updater.opening import Opener
 from weight_updater.preloaded import PreloadedWeights
-from weight_updater.receive import Receive, Receivers, after, skip
+from weight_updater.receive import Pace, Receive, Receivers, after, skip
 from weight_updater.requests import (
     BeginReply,
     BeginUpdate,
@@ -171,9 +171,9 @@ class WeightUpdater:
         if update.state is UpdateState.BEGUN:
             update.state = UpdateState.RECEIVING
         knows = update.request.skip_checksums or self._live.is_known  # `run_all` verifies, too
-        instant = knows and self._receivers.is_instant(update, request)
+        pace = self._receivers.pace(update, request) if knows else Pace.LONG
         look = self._receivers.look(update, request)
-        return Receive(update, request, work, look, counted=True, instant=instant)
+        return Receive(update, request, work, look, counted=True, pace=pace)
 
     def received(self, receive: Receive, error: Exception | None) -> UpdateReply:
         """LOOP. The worker is done with `receive`.
@@ -216,7 +216,7 @@ class WeightUpdater:
         self._verify(update)
 
     def run_all(self, receive: Receive) -> None:
-        """WORKER; LOOP if instant. `receive.run`, and `verify` if no other works; raises for `arrived`."""
+        """WORKER; LOOP at some paces. `receive.run`, and `verify` if no other works; raises for `arrived`."""
         receive.run()
         if receive.update.num_receiving == receive.counted:
             self._verify(receive.update)

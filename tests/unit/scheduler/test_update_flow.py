@@ -41,6 +41,7 @@ class NoSequences:
     def __init__(self) -> None:
         self.started: list[Any] = []
         self.live: list[Any] = []
+        self.is_idle = True
 
     def started_with(self, adapter: str) -> list[Any]:
         return self.started
@@ -64,12 +65,12 @@ class Loop:
     def __init__(self) -> None:
         self.target = TinyTarget()
         self.updater = make_updater(self.target)
-        idle: Any = NoSequences()
+        self.sequences: Any = NoSequences()
         self.updates = UpdateFlow(
             self.updater,
-            idle,
+            self.sequences,
             Gate(),
-            idle,
+            self.sequences,
             finish=lambda *_: None,
             end_too_old=lambda version: None,
             copy_bytes_per_second=1e9,
@@ -230,7 +231,7 @@ def test_the_memory_of_an_update_that_was_aborted_under_its_worker_is_given_back
         gc.enable()
 
 
-def test_memory_that_was_lent_before_and_is_not_looked_at_needs_no_worker(
+def test_memory_that_was_lent_before_needs_no_worker_if_it_is_not_looked_at_or_nothing_runs(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unseen = {"skip_checksums": True, "allow_nonfinite": True}
@@ -259,7 +260,10 @@ def test_memory_that_was_lent_before_and_is_not_looked_at_needs_no_worker(
         assert not push("mapped", 1, lent=False, **unseen)
         assert not push("arranged", 2, lent=True)
         assert push("again", 3, lent=True, **unseen)
-        assert not push("looked at", 4, lent=True, skip_checksums=True)
+        assert push("looked at", 4, lent=True, skip_checksums=True)
+        loop.sequences.is_idle = False
+        assert not push("looked at beside sequences", 7, lent=True, skip_checksums=True)
+        assert push("not looked at beside sequences", 8, lent=True, **unseen)
         assert not push("what was live is not known", 5, lent=True, scanned=True)
         assert push("promised", 6, lent=True, scanned=True)
         loop.updater.release(["trainer-1"])
