@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,11 @@ from weight_updater.arena import WeightTarget
 from weight_updater.errors import Reason, UpdateError, UpdateRefused, WeightsTorn
 from weight_updater.graphs import GraphHooks
 from weight_updater.requests import Recapture
-from weight_updater.slot_scan import slot_checksums
+from weight_updater.slot_scan import start_checksums
 from weight_updater.staging import Write, synchronise
+
+Checksums = Callable[[], dict[str, int]]
+"""Waits for the checksums of slots, by name."""
 
 
 @dataclass(slots=True)
@@ -54,8 +57,8 @@ def make_live(
     done = Done()
     try:
         synchronise(target.device)  # passes that were started under the old weights end under them
-        moved = _write(target, write, graphs, done)
-        _compare(target, expected, done)
+        moved, checksums = _write(target, write, graphs, expected, done)
+        _compare(checksums, expected, done)
         _settle_graphs(graphs, moved, recapture, done)
     except Exception as error:
         reason = error.reason if isinstance(error, UpdateError) else Reason.WRITE_FAILED
@@ -66,33 +69,48 @@ def make_live(
     return done
 
 
-def _write(target: WeightTarget, write: Write, graphs: GraphHooks, done: Done) -> list[str]:
-    """Write, and recompute derived state; a GPU has that queued before the write has ended. Returns the
-    captured storage that moved, which is known once everything is queued: a GPU copies meanwhile.
+def _write(
+    target: WeightTarget, write: Write, graphs: GraphHooks, expected: Mapping[str, int], done: Done
+) -> tuple[list[str], Checksums]:
+    """Write, and recompute derived state; a GPU has all that, and the reading of what then lies in the slots
+    of `expected`, queued before the write has ended.
+
+    Returns:
+        The captured storage that moved, which is found out while a GPU copies; and what waits for the slots'
+        checksums.
     """
     start = time.perf_counter()
     write.run()
-    if target.device.type == "cuda":
-        written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        written.record(torch.cuda.current_stream(target.device))
-        target.finalise()
-        moved = graphs.moved()
-        written.synchronize()
-        end = time.perf_counter()
-    else:
+    if target.device.type != "cuda":
         end = time.perf_counter()
         target.finalise()
         moved = graphs.moved()
-    done.write_s = end - start
-    synchronise(target.device)
-    done.finalise_s = time.perf_counter() - end
-    return moved
+        synchronise(target.device)
+        done.write_s, done.finalise_s = end - start, time.perf_counter() - end
+        return moved, start_checksums(target, list(expected))
+    written = _queued(target)
+    target.finalise()
+    finalised = _queued(target)
+    checksums = start_checksums(target, list(expected))
+    moved = graphs.moved()
+    written.synchronize()
+    end = time.perf_counter()
+    finalised.synchronize()
+    done.write_s, done.finalise_s = end - start, time.perf_counter() - end
+    return moved, checksums
 
 
-def _compare(target: WeightTarget, expected: Mapping[str, int], done: Done) -> None:
+def _queued(target: WeightTarget) -> torch.cuda.Event:
+    """Behind what the current stream holds so far."""
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(target.device))
+    return event
+
+
+def _compare(checksums: Checksums, expected: Mapping[str, int], done: Done) -> None:
     """Compare what lies in the slots with `expected`."""
     start = time.perf_counter()
-    live = slot_checksums(target, list(expected))
+    live = checksums()
     wrong = [name for name, value in expected.items() if live[name] != value] if live != expected else []
     done.compare_s = time.perf_counter() - start
     if wrong:
@@ -130,7 +148,7 @@ def _undone(target: WeightTarget, write: Write, before: Mapping[str, int]) -> bo
             return False
         target.finalise()
         synchronise(target.device)
-        _compare(target, before, Done())
+        _compare(start_checksums(target, list(before)), before, Done())
     except Exception:  # noqa: BLE001  whatever it was, the weights are not known to be whole
         return False
     return True

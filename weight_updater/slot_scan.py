@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +42,21 @@ def slot_checksums(target: WeightTarget, names: Sequence[str]) -> dict[str, int]
     return dict(zip(names, values.tolist(), strict=True))
 
 
+def start_checksums(target: WeightTarget, names: Sequence[str]) -> Callable[[], dict[str, int]]:
+    """`slot_checksums` by a GPU behind what the caller's current stream holds; what is returned waits for
+    it. Elsewhere nothing is read before somebody asks.
+    """
+    if not names or not is_fast(target.device):
+        return lambda: slot_checksums(target, names)
+    return _start_on_device(target, tuple(names))
+
+
 def _on_device(target: WeightTarget, names: tuple[str, ...]) -> dict[str, int]:
-    """`slot_checksums` in one launch, whose table is kept until the slots move."""
-    if not names:
-        return {}
+    return _start_on_device(target, names)() if names else {}
+
+
+def _start_on_device(target: WeightTarget, names: tuple[str, ...]) -> Callable[[], dict[str, int]]:
+    """One launch for all slots, whose table is kept until they move."""
 
     def made() -> tuple[Launch, npt.NDArray[np.uint64]]:
         data = [target.slot_bytes(name) for name in names]
@@ -53,4 +64,5 @@ def _on_device(target: WeightTarget, names: tuple[str, ...]) -> dict[str, int]:
         return Launch(target.device, data, [None] * len(data)), target.arena.mixed_lengths[rows]
 
     launch, lengths = target.kept(("checksums", names), made)
-    return dict(zip(names, (launch.run().totals + lengths).tolist(), strict=True))
+    started = launch.start()
+    return lambda: dict(zip(names, (started.result().totals + lengths).tolist(), strict=True))

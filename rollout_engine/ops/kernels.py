@@ -194,6 +194,21 @@ def _rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _sum_of_head(first, second, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Halves of heads, [HEADS, HALF] each -> their sums [HEADS], added as torch adds rows of 2 * HALF: a
+    thread takes values one by one where a row has fewer than 128, else four at a time.
+    """
+    if HALF < 64:
+        sums = _across_lanes(first + second, HEADS, HALF)
+    elif HALF == 64:
+        lanes = _lanes(first, HEADS, HALF // 4) + _lanes(second, HEADS, HALF // 4)
+        sums = _across_lanes(lanes, HEADS, HALF // 4)
+    else:
+        sums = _across_lanes(_lanes(first + second, HEADS, HALF // 4), HEADS, HALF // 4)
+    return sums
+
+
+@triton.jit
 def _norm_rope_write_kernel(
     qkv,
     q_out,
@@ -232,9 +247,7 @@ def _norm_rope_write_kernel(
         wide_second = second.to(tl.float32)
         if NORM:
             if ORDERED:
-                lanes = _lanes(wide_first * wide_first, HEADS, HALF // 4)
-                lanes += _lanes(wide_second * wide_second, HEADS, HALF // 4)
-                squares = _across_lanes(lanes, HEADS, HALF // 4)
+                squares = _sum_of_head(wide_first * wide_first, wide_second * wide_second, HEADS, HALF)
             else:
                 squares = tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)
             scale = tl.rsqrt(squares * (1.0 / H) + eps)[:, None]

@@ -193,7 +193,8 @@ def fail_finalise(engine: Desk, monkeypatch) -> None:
 
 
 def fail_compare(engine: Desk, monkeypatch) -> None:
-    monkeypatch.setattr(commit_module, "slot_checksums", lambda target, names: dict.fromkeys(names, 1))
+    wrong = lambda target, names: lambda: dict.fromkeys(names, 1)  # noqa: E731
+    monkeypatch.setattr(commit_module, "start_checksums", wrong)
 
 
 def fail_verify(engine: Desk, monkeypatch) -> None:

@@ -59,7 +59,7 @@ def test_norms_of_many_rows_are_those_of_transformers_to_the_bit(size, dtype):
     assert torch.equal(normed, reference_norm(x + residual, weight, 1e-6))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_heads_of_many_rows_are_those_of_transformers_to_the_bit(head_dim):
     T, N, K, eps = kernels.MANY_ROWS + 1, 8, 2, 1e-6
     qkv = random(T, (N + 2 * K) * head_dim, dtype=torch.float32)

@@ -74,7 +74,7 @@ def heads() -> None:
         (8, 2, 64, True, few),
         (3, 3, 64, False, few),
         (12, 1, 128, True, few),
-        (2, 1, 64, True, many[: kernels.MANY_ROWS + 1]),
+        *((2, 1, size, True, many[: kernels.MANY_ROWS + 1]) for size in (64, 128, 256)),
     ):
         T, eps = len(slots), 1e-6
         qkv = random(T, (N + 2 * K) * H)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,20 +84,32 @@ def target_of(log: list[str]) -> Any:
     return SimpleNamespace(device=torch.device("cuda", 0), finalise=lambda: log.append("finalise queued"))
 
 
-def test_addresses_are_compared_while_the_device_copies(
+def test_addresses_are_compared_while_the_device_copies_and_what_it_wrote_is_read_right_behind(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit_module, "slot_checksums", lambda target, names: {})
-    make_live(target_of(log), Write(log), {}, {}, Graphs(log), Recapture.AUTO)
+    def start(target: Any, names: list[str]) -> Callable[[], dict[str, int]]:
+        log.append(f"reading of {names} queued")
+
+        def wait() -> dict[str, int]:
+            log.append("waited for what was read")
+            return {"slot": 7}
+
+        return wait
+
+    monkeypatch.setattr(commit_module, "start_checksums", start)
+    make_live(target_of(log), Write(log), {"slot": 7}, {}, Graphs(log), Recapture.AUTO)
     assert log == [
         "waited for the device",  # passes under the old weights
         "launched",
         "the loop's comes behind the updater's",
         "event recorded",
         "finalise queued",
+        "event recorded",
+        "reading of ['slot'] queued",
         "compared addresses",
         "waited for the event",
-        "waited for the device",
+        "waited for the event",
+        "waited for what was read",
     ]
 
 
