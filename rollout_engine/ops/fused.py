@@ -13,6 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+MANY_ROWS = 256
+"""Up to so many rows, matrix products add in another order than those of a large batch, and a norm's order
+gains nothing; with more, norms add as torch does, so that prompts come out as transformers computes them.
+"""
+
 _kernels: Any = None
 """The module ops.kernels, once a CUDA tensor has come by; False where triton is missing."""
 

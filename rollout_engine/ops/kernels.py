@@ -11,11 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout_engine.ops.fused import MANY_ROWS
+
 ELEMENTWISE_BLOCK = 1024
-MANY_ROWS = 256
-"""Up to so many rows, matrix products add in another order than those of a large batch, and a norm's order
-gains nothing; with more, norms add as torch does, so that prompts come out as transformers computes them.
-"""
 ORDERED_STEP = 128
 """Values that a warp of torch's reduction takes at a time."""
 MAX_ORDERED = 8192

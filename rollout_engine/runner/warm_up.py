@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from rollout_engine.batch.forward import ForwardBatch
 from rollout_engine.batch.schedule import ForwardMode, SampleRow, ScheduleBatch
 from rollout_engine.logs import get_log
+from rollout_engine.ops.fused import MANY_ROWS
 from rollout_engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ def _passes(runner: ModelRunner) -> Iterator[ScheduleBatch]:
     yield _pass(ForwardMode.EXTEND, 1, 1, slot, DRAWN)
     yield _pass(ForwardMode.EXTEND, 2, 4, slot, DRAWN_RAW)
     yield _pass(ForwardMode.EXTEND, 2, 4, slot, GENERAL)
+    # Norms of many rows have one, too.
+    num_tokens = min(MANY_ROWS + 1, runner.model_config.context_length)
+    yield _pass(ForwardMode.EXTEND, -(-(MANY_ROWS + 1) // num_tokens), num_tokens, slot, DRAWN)
     # Attention cuts rows into fewer pieces the more rows there are, half as many for twice the rows.
     num_rows = 1
     while num_rows < runner.max_running:
