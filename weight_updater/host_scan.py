@@ -1,10 +1,10 @@
 """Hashes bytes in the host's memory and looks for non-finite values among them: compiled, or by numpy.
 
 The compiled pass (`compiled_scan`) reads memory once; numpy's ten or so go over blocks that stay in the
-cache. Both give the same. The compiled one needs numba (`pip install 'rollsync[cpu]'`) and about half a
-second to import it and to load the code, some tenths more where a machine has not compiled it before. So
-engines on a CPU call `warm_up` at their start, other processes do it at their first large scan, and those
-that use a GPU, or hash little, do without. Where it cannot be had, for whatever reason, numpy goes on.
+cache. Both give the same. The compiled one needs numba (`pip install 'rollsync[cpu]'`), half a second to
+import it and to load the code, or 0.7 s where that is not cached yet, and some 115 MiB of memory. So engines
+on a CPU call `warm_up` at their start, other processes do it at their first large scan, and those that use a
+GPU, or hash little, do without. Where it cannot be had, for whatever reason, numpy goes on.
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ _LIMITS: dict[torch.dtype | None, Limits] = {dtype: Limits.of(dtype) for dtype i
 _LIMITS[None] = Limits(0, 0, 0)
 
 
+def mix(word: int, index: int) -> int:
+    """The mix of one word at one index, in Python's integers; `checksum` has the definition."""
+    x = word ^ ((index + 1) * POSITION & MASK)
+    x ^= x >> 32
+    x = x * MULTIPLIER & MASK
+    return x ^ (x >> 32)
+
+
 class ScanWords(Protocol):
     def __call__(
         self, words: Words, position: int, magnitude: int, step: int, /
@@ -90,7 +98,7 @@ def warm_up() -> bool:
                 from weight_updater.compiled_scan import scan_words
 
                 _scan_words = scan_words
-            except Exception:  # noqa: BLE001  no numba, no directory to cache in, no code for this processor
+            except Exception:  # noqa: BLE001  no numba, one of another LLVM, no code for this processor
                 _scan_words = None
             _loaded = True
     return _scan_words is not None
@@ -179,11 +187,3 @@ def _scan_tail(tail: Bytes, index: int, limits: Limits) -> Scan:
         return Scan(0, False)
     word = int.from_bytes(tail.tobytes(), "little")
     return Scan(mix(word, index), bool((word & limits.magnitude) + limits.step & limits.sign))
-
-
-def mix(word: int, index: int) -> int:
-    """The mix of one word at one index, in Python's integers; `checksum` has the definition."""
-    x = word ^ ((index + 1) * POSITION & MASK)
-    x ^= x >> 32
-    x = x * MULTIPLIER & MASK
-    return x ^ (x >> 32)

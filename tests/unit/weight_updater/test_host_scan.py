@@ -128,11 +128,11 @@ def test_a_read_only_range_is_scanned(compiled: host_scan.ScanWords) -> None:
     assert host_scan.scan_compiled(compiled, data, 3, None) == scan_by_numpy(data, 3, None)
 
 
-@pytest.mark.parametrize("error", [ImportError("no numba"), RuntimeError("no locator available for file")])
+@pytest.mark.parametrize("error", [ImportError("no numba"), RuntimeError("no code for this processor")])
 def test_numpy_goes_on_where_the_compiled_pass_cannot_be_had(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Without numba, without a directory to cache in, with whatever a compiler may say."""
+    """Without numba, or with whatever a compiler may say."""
     tensor = torch.randn(1 << 19, generator=torch.Generator().manual_seed(0))
     before = checksum.checksum(tensor)
     monkeypatch.setattr(host_scan, "_loaded", False)
@@ -164,6 +164,7 @@ HASH = """
 import sys, torch
 from weight_updater import checksum, host_scan
 torch.cuda.is_initialized = lambda: {on_gpu}
+{before}
 checksum.checksum(torch.zeros({nbytes}, dtype=torch.uint8))
 print("numba" in sys.modules, host_scan._scan_words is not None)
 """
@@ -171,7 +172,14 @@ print("numba" in sys.modules, host_scan._scan_words is not None)
 
 def test_numba_is_loaded_by_the_first_large_scan_alone() -> None:
     pytest.importorskip("numba")
-    assert _in_a_process(HASH.format(nbytes=(1 << 20) - 1, on_gpu=False)) == "False False"
-    assert _in_a_process(HASH.format(nbytes=4 << 20, on_gpu=True)) == "False False"
-    assert _in_a_process(HASH.format(nbytes=1 << 20, on_gpu=False)) == "True True"
-    assert _in_a_process(HASH.format(nbytes=1 << 20, on_gpu=False), NUMBA_DISABLE_JIT="1") == "True False"
+    assert _in_a_process(HASH.format(nbytes=(1 << 20) - 1, on_gpu=False, before="")) == "False False"
+    assert _in_a_process(HASH.format(nbytes=4 << 20, on_gpu=True, before="")) == "False False"
+    assert _in_a_process(HASH.format(nbytes=1 << 20, on_gpu=False, before="")) == "True True"
+
+
+def test_without_a_cache_it_is_compiled_in_each_process_and_never_interpreted() -> None:
+    pytest.importorskip("numba")
+    nowhere = "from numba.core.caching import CacheImpl; CacheImpl._locator_classes = []"
+    assert _in_a_process(HASH.format(nbytes=1 << 20, on_gpu=False, before=nowhere)) == "True True"
+    code = HASH.format(nbytes=1 << 20, on_gpu=False, before="")
+    assert _in_a_process(code, NUMBA_DISABLE_JIT="1") == "True False"
