@@ -15,8 +15,8 @@ of words that differ in a single bit goes unseen, which the other words of a chu
 sum, so parts add up in any order, on any number of threads. It guards against faults, not attackers.
 
 The arithmetic is that of signed 64-bit integers with wraparound, with one multiplication for each word,
-and shifts by half a word, which cost a GPU nothing. On a CPU it runs in numpy, in blocks that stay in
-the cache: torch has no logical right shift of 64-bit integers and needs a third more passes.
+and shifts by half a word, which cost a GPU nothing. In the host's memory it is one compiled pass, or numpy's
+(host_scan): torch has no logical right shift of 64-bit integers and needs a third more passes than numpy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -32,48 +31,28 @@ import numpy.typing as npt
 import torch
 
 from weight_updater.device_scan import checksums_on_device, is_fast, scan_many
+from weight_updater.host_scan import (
+    BLOCK_WORDS,
+    EXPONENTS,
+    HALF,
+    MASK,
+    MULTIPLIER,
+    POSITION,
+    Scan,
+    Words,
+    is_nonfinite_on_host,
+    mix,
+    scan_on_host,
+)
 
-_MASK = (1 << 64) - 1
-_POSITION = 0x9E3779B97F4A7C15
-_MULTIPLIER = 0xBF58476D1CE4E5B9
 _LENGTH_INDEX = 1 << 60  # no tensor has a word at this index
 
-_BLOCK_WORDS = 16384
-BLOCK_BYTES = 8 * _BLOCK_WORDS
-"""What is hashed at a time on a CPU: with its scratch it stays in a core's second-level cache."""
+BLOCK_BYTES = 8 * BLOCK_WORDS
+"""What of many small tensors is hashed at a time on a CPU."""
 SMALL_BYTES = 16 << 10
 """Tensors up to this size are worth hashing together."""
 _DEVICE_BLOCK_BYTES = 64 << 20
 _CHUNK_BYTES = 8 << 20  # one thread's share of a large tensor, and the largest copy of a strided one
-
-_Words = npt.NDArray[np.uint64]
-_STEPS: _Words = np.arange(1, _BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(_POSITION)
-_HALF = np.uint64(32)
-
-# dtype -> (unsigned integer of its size, all bits but the sign, the bits of infinity). An absolute value
-# at or above infinity is infinite or NaN.
-_EXPONENTS: dict[torch.dtype, tuple[type[np.unsignedinteger], int, int]] = {
-    torch.bfloat16: (np.uint16, 0x7FFF, 0x7F80),
-    torch.float16: (np.uint16, 0x7FFF, 0x7C00),
-    torch.float32: (np.uint32, 0x7FFFFFFF, 0x7F800000),
-    torch.float64: (np.uint64, 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """What one pass over bytes found: the sum of their mixed words, and whether a value is not finite."""
-
-    total: int
-    nonfinite: bool
-
-
-def mix(word: int, index: int) -> int:
-    """The mix of one word at one index, in Python's integers; see the module's definition."""
-    x = word ^ ((index + 1) * _POSITION & _MASK)
-    x ^= x >> 32
-    x = x * _MULTIPLIER & _MASK
-    return x ^ (x >> 32)
 
 
 def scan(data: torch.Tensor, offset: int = 0, dtype: torch.dtype | None = None) -> Scan:
@@ -93,12 +72,12 @@ def scan(data: torch.Tensor, offset: int = 0, dtype: torch.dtype | None = None) 
         if is_fast(data.device):
             return scan_many([data], data.device, [dtype], [offset])[0]
         return _scan_torch(data, offset, dtype)
-    return _scan_numpy(data.numpy(), offset // 8, dtype)
+    return scan_on_host(data.numpy(), offset // 8, dtype)
 
 
 def finish(total: int, nbytes: int) -> int:
     """The checksum of a tensor of `nbytes` bytes whose chunks' totals add up to `total`."""
-    return (total + _mixed_length(nbytes)) & _MASK
+    return (total + _mixed_length(nbytes)) & MASK
 
 
 def mixed_lengths(sizes: Sequence[int]) -> npt.NDArray[np.uint64]:
@@ -128,7 +107,7 @@ class PartialChecksum:
     def add(self, offset: int, data: torch.Tensor) -> None:
         """Take in `data` ([n] uint8), which lies at byte `offset` (a multiple of 8) of the tensor."""
         found = scan(data, offset, self._dtype)
-        self._total = (self._total + found.total) & _MASK
+        self._total = (self._total + found.total) & MASK
         self.nonfinite = self.nonfinite or found.nonfinite
 
     def value(self, nbytes: int) -> int:
@@ -165,22 +144,22 @@ def is_small(nbytes: int) -> bool:
     return 0 < nbytes <= SMALL_BYTES and nbytes % 8 == 0
 
 
-def row_totals(rows: _Words) -> _Words:
+def row_totals(rows: Words) -> Words:
     """The sum of mixed words of each row of [rows, words]: many small tensors at the cost of their bytes."""
-    steps = np.arange(1, rows.shape[1] + 1, dtype=np.uint64) * np.uint64(_POSITION)
+    steps = np.arange(1, rows.shape[1] + 1, dtype=np.uint64) * np.uint64(POSITION)
     x = rows ^ steps
-    high = x >> _HALF
+    high = x >> HALF
     x ^= high
-    x *= np.uint64(_MULTIPLIER)
-    np.right_shift(x, _HALF, out=high)
+    x *= np.uint64(MULTIPLIER)
+    np.right_shift(x, HALF, out=high)
     x ^= high
-    totals: _Words = x.sum(axis=1, dtype=np.uint64)
+    totals: Words = x.sum(axis=1, dtype=np.uint64)
     return totals
 
 
 def rows_nonfinite(rows: npt.NDArray[np.uint8], dtype: torch.dtype) -> npt.NDArray[np.bool_]:
     """For each row of [rows, bytes], whether a value of `dtype` (floating) in it is not finite."""
-    unsigned, magnitude, infinity = _EXPONENTS[dtype]
+    unsigned, magnitude, infinity = EXPONENTS[dtype]
     absolute = rows.view(unsigned) & unsigned(magnitude)
     if absolute.max(initial=0) < infinity:  # nearly always, and a fifth of what a maximum by rows takes
         return np.zeros(len(rows), dtype=np.bool_)
@@ -258,9 +237,9 @@ def has_nonfinite(tensor: torch.Tensor) -> bool:
     """Whether a value is NaN or infinite; False for dtypes that have no such values."""
     if not tensor.is_floating_point():
         return False
-    if tensor.dtype not in _EXPONENTS or tensor.device.type != "cpu":
+    if tensor.dtype not in EXPONENTS or tensor.device.type != "cpu":
         return not bool(torch.isfinite(tensor).all())
-    return any(_nonfinite_numpy(data.numpy(), tensor.dtype) for _, data in _chunks(tensor))
+    return any(is_nonfinite_on_host(data.numpy(), tensor.dtype) for _, data in _chunks(tensor))
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -278,53 +257,6 @@ def _chunks(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield row * row_bytes, tensor[row : row + rows].contiguous().view(-1).view(torch.uint8)
 
 
-def _scan_numpy(data: npt.NDArray[np.uint8], first_word: int, dtype: torch.dtype | None) -> Scan:
-    total, nonfinite = 0, False
-    num_words = data.size // 8
-    block = min(num_words, _BLOCK_WORDS)
-    x: _Words = np.empty(block, dtype=np.uint64)
-    high: _Words = np.empty(block, dtype=np.uint64)
-    words = data[: num_words * 8].view(np.uint64)
-    for start in range(0, num_words, _BLOCK_WORDS):
-        part = words[start : start + _BLOCK_WORDS]
-        n = part.size
-        if n < x.size:
-            x, high = x[:n], high[:n]
-        np.add(_STEPS[:n], np.uint64((first_word + start) * _POSITION & _MASK), out=x)
-        np.bitwise_xor(x, part, out=x)
-        np.right_shift(x, _HALF, out=high)
-        np.bitwise_xor(x, high, out=x)
-        np.multiply(x, np.uint64(_MULTIPLIER), out=x)
-        np.right_shift(x, _HALF, out=high)
-        np.bitwise_xor(x, high, out=x)
-        total += int(x.sum())
-        if dtype is not None and not nonfinite:
-            nonfinite = _block_nonfinite(part.view(np.uint8), dtype, high)
-    tail = data[num_words * 8 :]
-    if tail.size:
-        total += mix(int.from_bytes(tail.tobytes(), "little"), first_word + num_words)
-        if dtype is not None and not nonfinite:
-            nonfinite = _nonfinite_numpy(tail, dtype)
-    return Scan(total & _MASK, nonfinite)
-
-
-def _nonfinite_numpy(data: npt.NDArray[np.uint8], dtype: torch.dtype) -> bool:
-    step = _BLOCK_WORDS * 8
-    scratch: _Words = np.empty(min(data.size // 8 + 1, _BLOCK_WORDS), dtype=np.uint64)
-    return any(
-        _block_nonfinite(data[start : start + step], dtype, scratch) for start in range(0, data.size, step)
-    )
-
-
-def _block_nonfinite(data: npt.NDArray[np.uint8], dtype: torch.dtype, scratch: _Words) -> bool:
-    """`scratch` is overwritten; it has room for the block."""
-    unsigned, magnitude, infinity = _EXPONENTS[dtype]
-    values = data.view(unsigned)
-    absolute = scratch.view(unsigned)[: values.size]
-    np.bitwise_and(values, unsigned(magnitude), out=absolute)
-    return bool(absolute.max(initial=0) >= infinity)
-
-
 def _scan_torch(data: torch.Tensor, offset: int, dtype: torch.dtype | None) -> Scan:
     """The same in torch operations, for devices; one synchronisation at the end."""
     nonfinite = False
@@ -337,13 +269,13 @@ def _scan_torch(data: torch.Tensor, offset: int, dtype: torch.dtype | None) -> S
         words = part.view(torch.int64)
         first = (offset + start) // 8
         position = torch.arange(first + 1, first + 1 + words.numel(), device=data.device)
-        x = position.mul_(_signed(_POSITION)).bitwise_xor_(words)
+        x = position.mul_(_signed(POSITION)).bitwise_xor_(words)
         x ^= (x >> 32).bitwise_and_(0xFFFFFFFF)
-        x.mul_(_signed(_MULTIPLIER))
+        x.mul_(_signed(MULTIPLIER))
         x ^= (x >> 32).bitwise_and_(0xFFFFFFFF)
         totals.append(x.sum())
     total = int(torch.stack(totals).sum()) if totals else 0
-    return Scan(total & _MASK, nonfinite)
+    return Scan(total & MASK, nonfinite)
 
 
 def _aligned(data: torch.Tensor) -> torch.Tensor:

@@ -14,14 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-if TYPE_CHECKING:
-    from weight_updater.checksum import Scan
+from weight_updater.host_scan import Scan
 
 CHUNK_BYTES = 512 << 10
 """What one row of a table tells of."""
@@ -367,14 +365,12 @@ def warm(device: torch.device) -> None:
 
 
 def _scans(found: Found) -> list[Scan]:
-    from weight_updater.checksum import Scan  # which uses this module
-
     return list(map(Scan, found.totals.tolist(), found.nonfinite.tolist()))
 
 
 def checksums_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Checksums of many tensors on GPUs, of any dtype and strides, with one launch for each GPU."""
-    from weight_updater.checksum import finish
+    from weight_updater.checksum import finish  # which uses this module
 
     values = [0] * len(tensors)
     for device in dict.fromkeys(tensor.device for tensor in tensors):

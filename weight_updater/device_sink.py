@@ -15,10 +15,11 @@ import torch
 from weight_updater.arena import TORCH_DTYPES, Arena
 from weight_updater.buckets import Piece
 from weight_updater.cast import as_dtype, cast_into
-from weight_updater.checksum import Scan, finish, scan
+from weight_updater.checksum import finish, scan
 from weight_updater.device_copies import Copies, copies_to
 from weight_updater.device_scan import is_fast, scan_many
 from weight_updater.errors import UpdateError
+from weight_updater.host_scan import Scan
 from weight_updater.plan import Plan, slot_nbytes
 from weight_updater.requests import Placement
 from weight_updater.sink import Sink

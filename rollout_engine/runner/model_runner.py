@@ -34,6 +34,7 @@ from rollout_engine.runner.memory import available_memory, discard_contents, res
 from rollout_engine.runner.pending import PendingStep
 from rollout_engine.runner.prefill_graph import PrefillCudaGraphRunner
 from rollout_engine.runner.warm_up import warm_up
+from weight_updater import host_scan
 from weight_updater.adapter_bank import AdapterBank
 from weight_updater.arena import WeightTarget
 from weight_updater.from_disk import load_directory
@@ -173,9 +174,10 @@ class ModelRunner:
         return name, backend
 
     def init_cuda_graphs(self) -> None:
-        """Load kernels and capture graphs where they can be; on a CPU there is neither."""
+        """Load kernels and capture graphs where they can be; on a CPU, what hashes updates is loaded."""
         self._enter(Stage.INIT_CUDA_GRAPHS)
         if self.forward_stream is None:
+            host_scan.warm_up()
             return
         torch.cuda.synchronize(self.device)  # weights and pools were made on another stream
         if self.config.cuda_graphs:

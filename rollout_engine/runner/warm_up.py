@@ -17,6 +17,7 @@ from rollout_engine.batch.schedule import ForwardMode, SampleRow, ScheduleBatch
 from rollout_engine.logs import get_log
 from rollout_engine.ops.fused import MANY_ROWS
 from rollout_engine.sampling import SamplingParams
+from weight_updater import host_scan
 
 if TYPE_CHECKING:
     from rollout_engine.runner.model_runner import ModelRunner
@@ -82,12 +83,13 @@ def _pass(
 
 
 def compile_ahead(runner: ModelRunner) -> str:
-    """Compile what an engine of this configuration would; on a CPU there is nothing to compile.
+    """Compile what an engine of this configuration would; on a CPU that is what hashes updates.
 
     Returns:
         The name of its attention backend.
     """
     if runner.device.type != "cuda":
+        host_scan.warm_up()
         return runner.load_attention()[0]
     make_shallow(runner)
     return runner.attention_backend_name

@@ -9,6 +9,7 @@ from rollout_engine.runner import eager
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.runner.warm_up import compile_ahead, make_shallow, warm_up
 from tests.hand_scheduler import HandScheduler, make_runner
+from weight_updater import host_scan
 
 
 def test_it_runs_every_kind_of_pass_and_writes_to_the_padding_page_alone(tiny_llama_dir, monkeypatch):
@@ -58,3 +59,14 @@ def test_a_shallow_runner_has_the_shapes_of_the_model_in_one_layer(tiny_llama_di
     scheduler.run([row], 4)
     assert len(row.output) == 4
     assert compile_ahead(fresh()) == "torch"
+
+
+def test_an_engine_on_a_cpu_loads_what_hashes_its_updates_at_its_start(tiny_llama_dir, monkeypatch):
+    """Half a second that would fall into the pause of its first update otherwise."""
+    asked = []
+    monkeypatch.setattr(host_scan, "warm_up", lambda: asked.append(True))
+    runner = make_runner(tiny_llama_dir)
+    assert runner.device.type == "cpu"
+    assert asked == [True]
+    compile_ahead(ModelRunner(ServeConfig(model=tiny_llama_dir, device="cpu", dtype="float32")))
+    assert asked == [True, True], "`rollsync warmup` fills the cache of compiled code"

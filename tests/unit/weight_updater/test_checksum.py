@@ -1,5 +1,6 @@
 import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -8,9 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weight_updater import checksum as cs
+from weight_updater import host_scan
 
-BLOCK_BYTES = cs._BLOCK_WORDS * 8
+BLOCK_BYTES = cs.BLOCK_BYTES
 MASK = (1 << 64) - 1
+
+
+@pytest.fixture(params=["numpy", "compiled"], scope="module", autouse=True)
+def passes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All that stands here is so with either way to read the host's memory."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if request.param == "compiled":
+            pytest.importorskip("numba")
+            assert host_scan.warm_up()
+        else:
+            monkeypatch.setattr(host_scan, "_loaded", True)
+            monkeypatch.setattr(host_scan, "_scan_words", None)
+        yield
 
 
 def reference(data: bytes) -> int:
