@@ -20,10 +20,10 @@ from rollout_engine.ops import fused
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x, weight, bias) -> x @ weight.T + bias."""
 
-MAX_THIN_ROWS = 4
-"""Rows of a decode step up to which the BLAS is fastest of all, with the weight as its left matrix: it copies
-nothing then.
-"""
+MAX_FEW_ROWS = 8
+"""Rows of a decode step up to which transformers' own call is the fastest, up to three by half."""
+MAX_FEW_HEAD_ROWS = 3
+"""The same of the head, whose matrix is wider."""
 MAX_HEAD_ROWS = 64
 """Rows up to which the head gains by taking its weight on the left, the transposition of logits included."""
 
@@ -69,16 +69,14 @@ def linear(
 
     Args:
         decode: each row is the one new token of a sequence. Transformers, too, sums those in an order that
-            depends on how many they are; oneDNN's order is the same for any number above MAX_THIN_ROWS, and
-            it takes half the time. The result may then be a transposed matrix in memory.
+            depends on how many they are; oneDNN's order is the same for any number above MAX_FEW_ROWS, and
+            it is faster. The result may then be a transposed matrix in memory.
     """
     if x.device.type == "cuda":
         return fused.linear(x, weight, bias)
     if x.device.type != "cpu" or x.dtype is not torch.float32:
         return F.linear(x, weight, bias)
-    if decode and x.shape[0] <= MAX_THIN_ROWS:
-        return _thin(x, weight, bias)
-    if decode and ONEDNN is not None:
+    if decode and x.shape[0] > MAX_FEW_ROWS and ONEDNN is not None:
         return _weight_first(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -86,20 +84,12 @@ def linear(
 def head(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`linear` where no layer follows that would make the rounding larger: the same, as fast as it goes."""
     if x.device.type != "cpu" or x.dtype is not torch.float32 or ONEDNN is None:
-        return linear(x, weight, bias, decode=True)
-    if x.shape[0] <= MAX_THIN_ROWS:
-        return _thin(x, weight, bias)
+        return linear(x, weight, bias)
+    if x.shape[0] <= MAX_FEW_HEAD_ROWS:
+        return F.linear(x, weight, bias)
     if x.shape[0] <= MAX_HEAD_ROWS:
         return _weight_first(x, weight, bias).contiguous()
     return ONEDNN(x, weight, bias)
-
-
-def _thin(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """By the BLAS, the weight on the left."""
-    # One row goes twice: a matrix of one column would be taken for a vector, which is slower.
-    columns = torch.cat((x, x)).t() if x.shape[0] == 1 else x.t()
-    out = torch.mm(weight, columns)[:, : x.shape[0]].t().contiguous()
-    return out if bias is None else out.add_(bias)
 
 
 def _weight_first(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

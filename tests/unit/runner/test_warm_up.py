@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rollout_engine.config import ServeConfig
+from rollout_engine.ops.fused import MANY_ROWS
 from rollout_engine.runner import eager
 from rollout_engine.runner.model_runner import ModelRunner
 from rollout_engine.runner.warm_up import compile_ahead, make_shallow, warm_up
@@ -25,9 +26,10 @@ def test_it_runs_every_kind_of_pass_and_writes_to_the_padding_page_alone(tiny_ll
     counts = dict(runner.forward_counts)
     with torch.inference_mode():
         warm_up(runner)
-    drawn, drawn_raw, general = (1, True, False), (2, True, True), (2, False, False)
+    kinds = [(1, True, False), (2, True, True), (2, False, False)]
+    many = (-(-(MANY_ROWS + 1) // runner.model_config.context_length), True, False)
     decodes = [(rows, True, False) for rows in (1, 2, 4, 5)]
-    assert seen == [drawn, drawn_raw, general, *decodes]
+    assert seen == [*kinds, many, *decodes]
     assert runner.forward_counts == counts, "they are nobody's passes"
     pool = runner.token_to_kv_pool
     assert all(not layer[: pool.padding_slot].any() for layer in (*pool.k, *pool.v))
@@ -40,7 +42,7 @@ def test_it_runs_every_kind_of_pass_and_writes_to_the_padding_page_alone(tiny_ll
     seen.clear()
     with torch.inference_mode():
         warm_up(runner)
-    assert seen == [drawn, drawn_raw, general, *decodes[2:]], "a capture loads the kernels of its passes"
+    assert seen == [*kinds, many, *decodes[2:]], "a capture loads the kernels of its passes"
 
 
 def test_a_shallow_runner_has_the_shapes_of_the_model_in_one_layer(tiny_llama_dir):
