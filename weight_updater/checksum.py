@@ -205,12 +205,14 @@ def _one_by_one(tensors: Sequence[torch.Tensor]) -> list[int]:
             values[index] = one(tensors[index])
 
     with ThreadPoolExecutor(max_workers=num_threads) as pool:
-        list(pool.map(hash_share, _shares([tensor.nbytes for tensor in tensors], num_threads)))
+        list(pool.map(hash_share, even_shares([tensor.nbytes for tensor in tensors], num_threads)))
     return values
 
 
-def _shares(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
-    """Deal indexes out so that all shares have about equal bytes: the largest first, to who has least."""
+def even_shares(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
+    """Deal indexes of `sizes` out so that all shares have about equal bytes: the largest first, to who has
+    least.
+    """
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     loads = [0] * num_shares
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

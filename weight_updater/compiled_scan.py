@@ -1,5 +1,5 @@
-"""The pass over words in the host's memory, compiled by numba: a fifth of a second once on a machine, then it
-comes from a cache. (Numba's import takes more: 0.45 s, and 115 MiB with what it loads of LLVM.)
+"""The passes over words in the host's memory, compiled by numba: TIME once on a machine, then they
+come from a cache. (Numba's import takes more: 0.45 s, and 115 MiB with what it loads of LLVM.)
 
 LLVM makes vectors of all of it, the multiplication and the sums included, four sums side by side. From the
 cache one thread reads 15 GB/s (numpy's passes: 1 to 3), half of that on a processor without AVX2. Imported by
@@ -8,13 +8,16 @@ cache one thread reads 15 GB/s (numpy's passes: 1 to 3), half of that on a proce
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numba
 import numpy as np
 
-from weight_updater.host_scan import MULTIPLIER, POSITION, ScanWords, Words
+from weight_updater.host_scan import MULTIPLIER, POSITION, Passes, Words
 
 if numba.config.DISABLE_JIT:
-    raise ImportError("NUMBA_DISABLE_JIT is set, and interpreted, the pass would take minutes")
+    raise ImportError("NUMBA_DISABLE_JIT is set, and interpreted, a pass would take minutes")
 
 _POSITION = np.uint64(POSITION)
 _MULTIPLIER = np.uint64(MULTIPLIER)
@@ -46,15 +49,42 @@ def _scan_words(
     return total, found
 
 
-def _compile(*, cache: bool) -> ScanWords:
+def _copy_words(
+    into: Words, words: Words, position: np.uint64, magnitude: np.uint64, step: np.uint64
+) -> tuple[np.uint64, np.uint64]:
+    """`_scan_words`, which writes each word into `into` ([n], any alignment) as well: what it hashes is what
+    it writes, whatever becomes of `words` meanwhile. At the speed of a copy.
+    """
+    total = np.uint64(0)
+    found = np.uint64(0)
+    for i in range(words.size):
+        word = words[i]
+        into[i] = word
+        position += _POSITION
+        x = word ^ position
+        x ^= x >> _HALF
+        x *= _MULTIPLIER
+        total += x ^ (x >> _HALF)
+        found |= (word & magnitude) + step
+    return total, found
+
+
+def _compile(*, cache: bool) -> Passes:
     word = numba.types.uint64
     words = numba.types.Array(word, 1, "C", readonly=True, aligned=False)
-    signature = numba.types.UniTuple(word, 2)(words, word, word, word)
-    compiled: ScanWords = numba.njit(signature, nogil=True, cache=cache, error_model="numpy")(_scan_words)
-    return compiled
+    into = numba.types.Array(word, 1, "C", aligned=False)
+    both = numba.types.UniTuple(word, 2)
+
+    def compiled(function: Callable[..., Any], *arguments: object) -> Callable[..., Any]:
+        made: Callable[..., Any] = numba.njit(
+            both(*arguments, word, word, word), nogil=True, cache=cache, error_model="numpy"
+        )(function)
+        return made
+
+    return Passes(compiled(_scan_words, words), compiled(_copy_words, into, words))
 
 
 try:
-    scan_words = _compile(cache=True)
+    passes = _compile(cache=True)
 except (OSError, RuntimeError):  # no directory that it could write to (NUMBA_CACHE_DIR), or a full one
-    scan_words = _compile(cache=False)
+    passes = _compile(cache=False)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from weight_updater.arena import Arena
+from weight_updater.by_cores import write_by_cores
 from weight_updater.device_scan import side_stream
+from weight_updater.device_sink import DeviceSink
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.lent_tensors import LentTensors, take_lent
 from weight_updater.mappings import Mappings, Region, describe
@@ -42,7 +46,7 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
         regions = [mappings.open(region).data for region in request.regions]
         for handle, region in enumerate(regions):
             here = [place for place in placements if place.handle == handle]
-            sink.write_whole([place.tensor for place in here], [place.offset for place in here], region)
+            _write(sink, [place.tensor for place in here], [place.offset for place in here], region)
         sink.flush()
 
 
@@ -54,8 +58,16 @@ def _receive_packed(region: ShmSegment, sink: Sink, mappings: Mappings) -> None:
         if region.size < position + plan.sizes[index]:
             raise _too_small(plan, RegionPlacement(index, 0, position), region)
     with mappings.using([region]), side_stream(mappings.device):
-        sink.write_whole(plan.needed, positions, mappings.open(region).data)
+        _write(sink, plan.needed, positions, mappings.open(region).data)
         sink.flush()
+
+
+def _write(sink: Sink, indexes: Sequence[int], positions: Sequence[int], data: torch.Tensor) -> None:
+    """Whole tensors in shared memory: a device's sink queues copies, a CPU's makes them by its cores."""
+    if isinstance(sink, DeviceSink):
+        sink.write_whole(indexes, positions, data)
+    else:
+        write_by_cores(sink, indexes, positions, data)
 
 
 def _receive_from_gpu(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, adopt: bool) -> None:

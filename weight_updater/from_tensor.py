@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from weight_updater.by_cores import write_by_cores
 from weight_updater.cast import bytes_over
 from weight_updater.device_copies import Mark
 from weight_updater.device_sink import DeviceSink
@@ -22,10 +21,6 @@ from weight_updater.sink import Sink
 
 COPY_BYTES = 32 << 20
 """Bytes of one copy from a segment to a device."""
-
-MAX_THREADS = 16
-BYTES_PER_THREAD = 64 << 20
-"""A segment that the CPU copies takes a thread for each so many bytes, up to one per core."""
 
 MAX_QUEUED = 3
 """Copies from a segment that are queued behind the one that runs."""
@@ -94,7 +89,7 @@ def _check_size(segment: ShmSegment, plan: Plan) -> None:
 def _read_bytes(data: torch.Tensor, plan: Plan, sink: Sink | Look) -> None:
     """Write the needed tensors of a segment; none of its bytes is on its way any more on return."""
     if not isinstance(sink, DeviceSink):
-        _write_by_cores(data, plan, sink)
+        write_by_cores(sink, plan.needed, [plan.packed_offsets[index] for index in plan.needed], data)
         return
     queued: deque[Mark] = deque()
     try:
@@ -109,24 +104,6 @@ def _read_bytes(data: torch.Tensor, plan: Plan, sink: Sink | Look) -> None:
             _queue_mark(sink, queued)
     finally:
         sink.flush()
-
-
-def _write_by_cores(data: torch.Tensor, plan: Plan, sink: Sink | Look) -> None:
-    """Copying and hashing by the CPU: tensors are dealt out to threads where there are bytes enough."""
-    most = min(MAX_THREADS, os.cpu_count() or 1)
-    num_threads = max(1, min(most, plan.total_bytes // BYTES_PER_THREAD))
-    needed = plan.needed
-
-    def write(share: Sequence[int]) -> None:
-        sink.write_whole(share, [plan.packed_offsets[index] for index in share], data)
-
-    if num_threads == 1:
-        write(needed)
-        return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="read-segment") as pool:
-        shares = [pool.submit(write, needed[first::num_threads]) for first in range(num_threads)]
-    for share in shares:
-        share.result()
 
 
 def _batches(indexes: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -84,57 +84,93 @@ class ScanWords(Protocol):
     ) -> tuple[int, int]: ...  # see compiled_scan
 
 
+class CopyWords(Protocol):
+    def __call__(
+        self, into: Words, words: Words, position: int, magnitude: int, step: int, /
+    ) -> tuple[int, int]: ...  # see compiled_scan
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What is compiled. scan: reads words. copy: writes them elsewhere as well, both in one pass."""
+
+    scan: ScanWords
+    copy: CopyWords
+
+
 _loading = threading.Lock()
 _loaded = False
-_scan_words: ScanWords | None = None  # once loaded; None where it cannot be had
+_passes: Passes | None = None  # once loaded; None where they cannot be had
 
 
 def warm_up() -> bool:
-    """Load the compiled pass, if that was not done yet; returns whether it can be had."""
-    global _loaded, _scan_words
+    """Load the compiled passes, if that was not done yet; returns whether they can be had."""
+    global _loaded, _passes
     with _loading:
         if not _loaded:
             try:
-                from weight_updater.compiled_scan import scan_words
+                from weight_updater.compiled_scan import passes
 
-                _scan_words = scan_words
+                _passes = passes
             except Exception:  # noqa: BLE001  no numba, one of another LLVM, no code for this processor
-                _scan_words = None
+                _passes = None
             _loaded = True
-    return _scan_words is not None
+    return _passes is not None
 
 
 def scan_on_host(data: Bytes, first_word: int, dtype: torch.dtype | None) -> Scan:
     """Hash [n] bytes that start at word `first_word` of their tensor; see `checksum.scan`."""
-    scan_words = _compiled_for(data.size)
-    if scan_words is None:
+    passes = _compiled_for(data.size)
+    if passes is None:
         return scan_by_numpy(data, first_word, dtype)
-    return scan_compiled(scan_words, data, first_word, dtype)
+    return scan_compiled(passes, data, first_word, dtype)
+
+
+def copy_on_host(into: Bytes, data: Bytes, first_word: int, dtype: torch.dtype | None) -> Scan:
+    """Copy [n] bytes into as many others, and hash what was written as `scan_on_host` does."""
+    passes = _compiled_for(data.size)
+    if passes is None:
+        # Not by torch, whose threads would wait for each other at every chunk on a busy machine.
+        into[:] = data
+        return scan_by_numpy(into, first_word, dtype)
+    return copy_compiled(passes, into, data, first_word, dtype)
 
 
 def is_nonfinite_on_host(data: Bytes, dtype: torch.dtype) -> bool:
     """Whether one of the values whose [n] bytes these are is not finite."""
-    scan_words = _compiled_for(data.size)
-    if scan_words is None:
+    passes = _compiled_for(data.size)
+    if passes is None:
         return nonfinite_by_numpy(data, dtype)
-    return scan_compiled(scan_words, data, 0, dtype).nonfinite
+    return scan_compiled(passes, data, 0, dtype).nonfinite
 
 
-def _compiled_for(nbytes: int) -> ScanWords | None:
+def _compiled_for(nbytes: int) -> Passes | None:
     if not _loaded and nbytes >= WORTH_LOADING_BYTES and not _uses_a_gpu():
         warm_up()
-    return _scan_words
+    return _passes
 
 
 def _uses_a_gpu() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def scan_compiled(scan_words: ScanWords, data: Bytes, first_word: int, dtype: torch.dtype | None) -> Scan:
-    num_words, limits = data.size // 8, _LIMITS[dtype]
-    words = data[: num_words * 8].view(np.uint64)
-    total, found = scan_words(words, first_word * POSITION & MASK, limits.magnitude, limits.step)
-    tail = _scan_tail(data[num_words * 8 :], first_word + num_words, limits)
+def scan_compiled(passes: Passes, data: Bytes, first_word: int, dtype: torch.dtype | None) -> Scan:
+    limits, whole = _LIMITS[dtype], data.size // 8 * 8
+    words, position = data[:whole].view(np.uint64), first_word * POSITION & MASK
+    total, found = passes.scan(words, position, limits.magnitude, limits.step)
+    tail = _scan_tail(data[whole:], first_word + whole // 8, limits)
+    return Scan((total + tail.total) & MASK, bool(found & limits.sign) or tail.nonfinite)
+
+
+def copy_compiled(
+    passes: Passes, into: Bytes, data: Bytes, first_word: int, dtype: torch.dtype | None
+) -> Scan:
+    assert into.size == data.size, "the pass does not look where it writes"
+    limits, whole = _LIMITS[dtype], data.size // 8 * 8
+    words, position = data[:whole].view(np.uint64), first_word * POSITION & MASK
+    total, found = passes.copy(into[:whole].view(np.uint64), words, position, limits.magnitude, limits.step)
+    into[whole:] = data[whole:]
+    tail = _scan_tail(into[whole:], first_word + whole // 8, limits)
     return Scan((total + tail.total) & MASK, bool(found & limits.sign) or tail.nonfinite)
 
 

@@ -7,7 +7,6 @@ in the trainer's memory and only reads them, until the commit copies from them.
 
 from __future__ import annotations
 
-import math
 import threading
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -21,8 +20,9 @@ from weight_updater.arrival import Arrivals, bad_chunk, check_chunk, overlap_tex
 from weight_updater.cast import as_dtype, cast_into, cast_pieces
 from weight_updater.checksum import checksum, finish, has_nonfinite, scan
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
+from weight_updater.host_scan import MASK, copy_on_host
 from weight_updater.look import Look
-from weight_updater.plan import Plan
+from weight_updater.plan import Plan, slot_nbytes
 from weight_updater.requests import ITEMSIZE
 from weight_updater.slot_scan import cast_checksum
 from weight_updater.small import Flags, Indexes
@@ -30,8 +30,6 @@ from weight_updater.small import Flags, Indexes
 if TYPE_CHECKING:
     from weight_updater.device_scan import Found
     from weight_updater.lent_tensors import LentTensors
-
-_MASK = (1 << 64) - 1
 
 
 class Sink:
@@ -96,7 +94,7 @@ class Sink:
                 total, nonfinite = store(tensor_index, byte_offset, data)
         finally:
             with self._changed:
-                self._totals[tensor_index] = (int(self._totals[tensor_index]) + total) & _MASK
+                self._totals[tensor_index] = (int(self._totals[tensor_index]) + total) & MASK
                 self._nonfinite[tensor_index] |= nonfinite
                 self._num_writing -= 1
                 self._changed.notify_all()
@@ -295,24 +293,31 @@ class Sink:
         else:
             assert self.destination is not None
             region, start = self.destination, place.offset
-        source_itemsize, itemsize = ITEMSIZE[spec.dtype], dtype.itemsize
         if self.plan.same_dtype(index):
-            written = region[start + offset : start + offset + data.numel()]
-            if written.device.type == data.device.type == "cpu":
-                # By this thread alone: torch's would wait for each other at every chunk on a busy machine.
-                written.numpy()[:] = data.numpy()
-            else:
-                written.copy_(data)
-            if data.numel() == self.plan.sizes[index] and self._small(np.array([index])).all():
-                with self._changed:
-                    self._unscanned.add(index)
-                return 0, False
-            return self._inspect(index, offset, written, dtype)
+            return self._copy(index, offset, region[start + offset : start + offset + data.numel()], data)
+        source_itemsize, itemsize = ITEMSIZE[spec.dtype], dtype.itemsize
         first, count = offset // source_itemsize, data.numel() // source_itemsize
         written = region[start + first * itemsize : start + (first + count) * itemsize]
         cast_into(written.view(dtype), as_dtype(data, TORCH_DTYPES[spec.dtype]))
         total = scan(data, offset).total if self.is_hashed(index) else 0
         return total, self.finds_nonfinite and has_nonfinite(written.view(dtype))
+
+    def _copy(self, index: int, offset: int, into: torch.Tensor, data: torch.Tensor) -> tuple[int, bool]:
+        """Copy a chunk into its place, and look at it in the same pass, if anybody is to; as `_store`."""
+        dtype, on_cpu = TORCH_DTYPES[self.plan.slot(index).dtype], into.is_cpu and data.is_cpu
+        later = data.numel() == self.plan.sizes[index] and self._small(np.array([index])).all()
+        if on_cpu and not later and (self.finds_nonfinite or self.is_hashed(index)):
+            found = copy_on_host(into.numpy(), data.numpy(), offset // 8, dtype)
+            return found.total, self.finds_nonfinite and found.nonfinite
+        if on_cpu:  # not by torch, whose threads would wait for each other at every chunk
+            into.numpy()[:] = data.numpy()
+        else:
+            into.copy_(data)
+        if not later:
+            return self._inspect(index, offset, into, dtype)
+        with self._changed:
+            self._unscanned.add(index)
+        return 0, False
 
     def _small(self, indexes: Indexes) -> Flags:
         """Which tensors are written as they come, and scanned later together with others."""
@@ -386,8 +391,7 @@ class Sink:
         """Room for a twin that arrives in another dtype than its writer, so that both can be compared."""
         with self._changed:
             if index not in self._twin_scratch:
-                place = self.plan.slot(index)
-                nbytes = math.prod(place.shape) * ITEMSIZE[place.dtype]
+                nbytes = slot_nbytes(self.plan.slot(index))
                 assert self.destination is not None
                 self._twin_scratch[index] = self.destination.new_empty(nbytes)
                 self.extra_bytes += nbytes

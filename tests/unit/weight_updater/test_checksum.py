@@ -24,7 +24,7 @@ def passes(request: pytest.FixtureRequest) -> Iterator[None]:
             assert host_scan.warm_up()
         else:
             monkeypatch.setattr(host_scan, "_loaded", True)
-            monkeypatch.setattr(host_scan, "_scan_words", None)
+            monkeypatch.setattr(host_scan, "_passes", None)
         yield
 
 

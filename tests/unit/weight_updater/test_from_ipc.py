@@ -25,6 +25,7 @@ from tests.unit.weight_updater.tiny_target import (
     put,
     weights,
 )
+from weight_updater import by_cores
 from weight_updater.checksum import checksum, fold_by_name
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import (
@@ -48,9 +49,16 @@ def segment() -> Iterator[SharedSegment]:
 @pytest.mark.parametrize("staging", STAGINGS)
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
 @pytest.mark.parametrize("skip_checksums", [False, True])
+@pytest.mark.parametrize("bytes_per_thread", [by_cores.BYTES_PER_THREAD, 100])
 def test_packed_region(
-    segment: SharedSegment, staging: Staging, dtype: torch.dtype | None, skip_checksums: bool
+    segment: SharedSegment,
+    staging: Staging,
+    dtype: torch.dtype | None,
+    skip_checksums: bool,
+    bytes_per_thread: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(by_cores, "BYTES_PER_THREAD", bytes_per_thread)
     target = TinyTarget()
     updater = make_updater(target, device_staging=True)
     addresses = target.addresses()

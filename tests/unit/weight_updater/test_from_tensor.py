@@ -18,7 +18,7 @@ from tests.unit.weight_updater.tiny_target import (
     send,
     weights,
 )
-from weight_updater import from_tensor
+from weight_updater import by_cores
 from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.requests import FromDisk, FromTensor, ShmSegment, Staging
 from weight_updater.shm import SharedSegment
@@ -35,10 +35,10 @@ def receive(updater: WeightUpdater, update_id: str, segment: ShmSegment) -> None
         updater.received(received, None)
 
 
-@pytest.mark.parametrize("bytes_per_thread", [from_tensor.BYTES_PER_THREAD, 100])
+@pytest.mark.parametrize("bytes_per_thread", [by_cores.BYTES_PER_THREAD, 100])
 @pytest.mark.parametrize("staging", [Staging.HOST, Staging.NONE])
 def test_segment(staging: Staging, bytes_per_thread: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(from_tensor, "BYTES_PER_THREAD", bytes_per_thread)
+    monkeypatch.setattr(by_cores, "BYTES_PER_THREAD", bytes_per_thread)
     target = TinyTarget()
     updater = make_updater(target)
     new = weights(1, torch.float32)

@@ -21,11 +21,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @pytest.fixture(scope="module")
-def compiled() -> host_scan.ScanWords:
+def compiled() -> host_scan.Passes:
     pytest.importorskip("numba")
-    from weight_updater.compiled_scan import scan_words
+    from weight_updater.compiled_scan import passes
 
-    return scan_words
+    return passes
 
 
 def defined(data: bytes, first_word: int) -> int:
@@ -50,7 +50,7 @@ first_words = st.one_of(st.integers(0, 40), st.integers(0, 2**61 - 1))
 @settings(deadline=None)
 @given(data=st.binary(max_size=400), shift=st.integers(0, 63), first_word=first_words)
 def test_both_sum_up_the_mixed_words(
-    compiled: host_scan.ScanWords, data: bytes, shift: int, first_word: int
+    compiled: host_scan.Passes, data: bytes, shift: int, first_word: int
 ) -> None:
     view = at_address(data, shift)
     wanted = Scan(defined(data, first_word), False)
@@ -67,7 +67,7 @@ def test_both_sum_up_the_mixed_words(
     dtype=st.sampled_from([None, *FLOATS]),
 )
 def test_both_find_the_same_in_long_ranges(
-    compiled: host_scan.ScanWords,
+    compiled: host_scan.Passes,
     nbytes: int,
     shift: int,
     first_word: int,
@@ -84,6 +84,59 @@ def test_both_find_the_same_in_long_ranges(
         assert found.nonfinite is nonfinite_by_numpy(view, dtype) is not bool(torch.isfinite(values).all())
 
 
+@settings(deadline=None)
+@given(
+    data=st.binary(max_size=400),
+    from_shift=st.integers(0, 63),
+    to_shift=st.integers(0, 63),
+    first_word=first_words,
+    dtype=st.sampled_from([None, *FLOATS]),
+    by_numpy=st.booleans(),
+)
+def test_a_copy_is_whole_and_hashed_as_it_is_written_and_nothing_beside_it(
+    compiled: host_scan.Passes,
+    data: bytes,
+    from_shift: int,
+    to_shift: int,
+    first_word: int,
+    dtype: torch.dtype | None,
+    by_numpy: bool,
+) -> None:
+    if dtype is not None:
+        data = data[: len(data) // dtype.itemsize * dtype.itemsize]
+    source = at_address(data, from_shift)
+    memory = np.full(len(data) + 128, 0xA5, dtype=np.uint8)
+    start = -memory.ctypes.data % 64 + to_shift
+    into = memory[start : start + len(data)]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(host_scan, "_loaded", True)
+        monkeypatch.setattr(host_scan, "_passes", None if by_numpy else compiled)
+        found = host_scan.copy_on_host(into, source, first_word, dtype)
+    assert into.tobytes() == source.tobytes() == data
+    assert found == scan_by_numpy(source, first_word, dtype)
+    assert (memory[:start] == 0xA5).all()
+    assert (memory[start + len(data) :] == 0xA5).all()
+
+
+def test_long_copies_are_vectorised_alike(compiled: host_scan.Passes) -> None:
+    data = np.random.default_rng(0).integers(0, 256, (1 << 20) + 5, dtype=np.uint8)
+    for shift in (0, 1, 8, 33):
+        into = np.zeros(data.size + 64, dtype=np.uint8)
+        found = host_scan.copy_compiled(compiled, into[shift : shift + data.size], data, 7, torch.float32)
+        assert found == scan_by_numpy(data, 7, torch.float32)
+        assert np.array_equal(into[shift : shift + data.size], data)
+        assert not into[:shift].any()
+        assert not into[shift + data.size :].any()
+
+
+def test_a_copy_over_itself_changes_nothing(compiled: host_scan.Passes) -> None:
+    data = np.random.default_rng(1).integers(0, 256, 4099, dtype=np.uint8)
+    before = data.copy()
+    found = host_scan.copy_compiled(compiled, data, data, 0, None)
+    assert found == scan_by_numpy(before, 0, None)
+    assert np.array_equal(data, before)
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     dtype=st.sampled_from(FLOATS),
@@ -93,7 +146,7 @@ def test_both_find_the_same_in_long_ranges(
     shift=st.integers(0, 63),
 )
 def test_one_value_that_is_not_finite_is_found_wherever_it_is(
-    compiled: host_scan.ScanWords, dtype: torch.dtype, num_values: int, at: int, value: float, shift: int
+    compiled: host_scan.Passes, dtype: torch.dtype, num_values: int, at: int, value: float, shift: int
 ) -> None:
     """Among the largest values of either sign, whose bits carry furthest: first, last, in the tail."""
     tensor = torch.full((num_values,), torch.finfo(dtype).max, dtype=dtype)
@@ -109,7 +162,7 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_is(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_value_of_two_bytes_counts_as_torch_counts_it(
-    compiled: host_scan.ScanWords, dtype: torch.dtype
+    compiled: host_scan.Passes, dtype: torch.dtype
 ) -> None:
     """Each beside the neighbours whose carries would reach it, if there were any."""
     for neighbour in (0x0000, 0x7BFF if dtype == torch.float16 else 0x7F7F, 0x8000):
@@ -122,7 +175,7 @@ def test_every_value_of_two_bytes_counts_as_torch_counts_it(
             assert found.nonfinite is not finite[row]
 
 
-def test_a_read_only_range_is_scanned(compiled: host_scan.ScanWords) -> None:
+def test_a_read_only_range_is_scanned(compiled: host_scan.Passes) -> None:
     data = np.frombuffer(bytes(range(100)), dtype=np.uint8)
     assert not data.flags.writeable
     assert host_scan.scan_compiled(compiled, data, 3, None) == scan_by_numpy(data, 3, None)
@@ -136,7 +189,7 @@ def test_numpy_goes_on_where_the_compiled_pass_cannot_be_had(
     tensor = torch.randn(1 << 19, generator=torch.Generator().manual_seed(0))
     before = checksum.checksum(tensor)
     monkeypatch.setattr(host_scan, "_loaded", False)
-    monkeypatch.setattr(host_scan, "_scan_words", None)
+    monkeypatch.setattr(host_scan, "_passes", None)
     monkeypatch.delitem(sys.modules, "weight_updater.compiled_scan", raising=False)
     real, asked = builtins.__import__, []
 
@@ -166,7 +219,7 @@ from weight_updater import checksum, host_scan
 torch.cuda.is_initialized = lambda: {on_gpu}
 {before}
 checksum.checksum(torch.zeros({nbytes}, dtype=torch.uint8))
-print("numba" in sys.modules, host_scan._scan_words is not None)
+print("numba" in sys.modules, host_scan._passes is not None)
 """
 
 
