@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 
 from trainers_adapters.sending import Outgoing
 from weight_updater.arena import TORCH_DTYPES
 from weight_updater.checksum import checksums as checksums_of
+from weight_updater.packing import PackedBytes
 from weight_updater.requests import Manifest, ShmSegment
 from weight_updater.shm import SharedSegment
+from weight_updater.small import Bytes
 
+BYTES_PER_THREAD = 64 << 20
+"""A fill takes a thread for each so many bytes."""
 LARGE_BYTES = 64 << 10
 """Tensors from this size on torch would copy with several threads."""
 
@@ -53,8 +59,8 @@ class PackedSegment:
         if self._digest != outgoing.digest:
             self._views, self._digest = [], outgoing.digest
         if packed is not None and packed.columns == manifest.columns:
-            packed.read_into(
-                np.frombuffer(self._segment.buf, dtype=np.uint8, count=manifest.packed_offsets()[1])
+            _read_into(
+                np.frombuffer(self._segment.buf, dtype=np.uint8, count=manifest.packed_offsets()[1]), packed
             )
             return self.descriptor
         self._views = self._views or self._views_of(manifest)
@@ -85,6 +91,24 @@ class PackedSegment:
             self._segment.close()
             self._segment.unlink()
             self._segment = None
+
+
+def _read_into(into: Bytes, packed: PackedBytes) -> None:
+    """By as many threads as torch uses, where there are bytes enough: one alone does not fill the memory's
+    channels.
+    """
+    num_threads = max(1, min(torch.get_num_threads(), into.size // BYTES_PER_THREAD))
+    if num_threads == 1:
+        packed.read_into(into)
+        return
+    step = -(-into.size // num_threads)
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="fill-segment") as pool:
+        shares = [
+            pool.submit(packed.read_into, into[start : start + step], start)
+            for start in range(0, into.size, step)
+        ]
+    for share in shares:
+        share.result()
 
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from trainers_adapters import segments
 from trainers_adapters.resident import resident_bytes
 from trainers_adapters.segments import PackedSegment
 from trainers_adapters.sending import Outgoing
@@ -107,7 +108,12 @@ def test_no_memory_is_kept() -> None:
     assert storage.expired()
 
 
-def test_a_segment_is_filled_alike_from_memory_and_from_tensors() -> None:
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+def test_a_segment_is_filled_alike_from_memory_and_from_tensors(
+    num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "BYTES_PER_THREAD", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     source = ModuleSource(module())
     segment = PackedSegment()
     try:
