@@ -1,5 +1,5 @@
-"""The passes over words in the host's memory, compiled by numba: TIME once on a machine, then they
-come from a cache. (Numba's import takes more: 0.45 s, and 115 MiB with what it loads of LLVM.)
+"""The passes over words in the host's memory, compiled by numba: a quarter of a second once on a machine,
+then they come from a cache. (Numba's import and loading take more: half a second, and 115 MiB with LLVM.)
 
 LLVM makes vectors of all of it, the multiplication and the sums included, four sums side by side. From the
 cache one thread reads 15 GB/s (numpy's passes: 1 to 3), half of that on a processor without AVX2. Imported by

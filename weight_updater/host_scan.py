@@ -1,10 +1,11 @@
 """Hashes bytes in the host's memory and looks for non-finite values among them: compiled, or by numpy.
 
-The compiled pass (`compiled_scan`) reads memory once; numpy's ten or so go over blocks that stay in the
-cache. Both give the same. The compiled one needs numba (`pip install 'rollsync[cpu]'`), half a second to
-import it and to load the code, or 0.7 s where that is not cached yet, and some 115 MiB of memory. So engines
-on a CPU call `warm_up` at their start, other processes do it at their first large scan, and those that use a
-GPU, or hash little, do without. Where it cannot be had, for whatever reason, numpy goes on.
+The compiled pass (`compiled_scan`) reads memory once, and one that copies as well takes no longer than the
+copy; numpy's ten or so go over blocks that stay in the cache. Both give the same. The compiled ones need
+numba (`pip install 'rollsync[cpu]'`), half a second to import it and to load the code, or 0.8 s where that
+is not cached yet, and some 115 MiB of memory. So engines on a CPU call `warm_up` at their start, other
+processes do it at their first large scan, and those that use a GPU, or hash little, do without. Where they
+cannot be had, for whatever reason, numpy goes on.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -307,24 +308,43 @@ def _write_file(
 
 
 def _write_packed(held: contextlib.ExitStack, path: str, packed: PackedBytes, checksums: bool) -> None:
-    values = packed.checksums() if checksums else []
     order, entries = _known_layout(packed.columns)
     parts = together([packed.arrays[index] for index in order], _BUFFER_BYTES)
-    _write(held, path, header(entries, [values[index] for index in order] if checksums else []), parts)
+    if not checksums:
+        _write(held, path, header(entries, []), parts)
+        return
+    # One thread writes, so others hash meanwhile; a header is as long with any sums.
+    with ThreadPoolExecutor(1, thread_name_prefix="hash-packed") as pool:
+        values = pool.submit(packed.checksums)
+        blank = header(entries, [0] * len(order))
+        _write(held, path, blank, parts, lambda: header(entries, [values.result()[i] for i in order]))
 
 
 _known_layout = lru_cache(maxsize=4)(file_layout)
 """Mostly the same tensors are saved again and again."""
 
 
-def _write(held: contextlib.ExitStack, path: str, head: bytes, parts: Iterable[memoryview]) -> None:
-    """Write and sync a file, which stays open and locked as long as `held` does."""
+def _write(
+    held: contextlib.ExitStack,
+    path: str,
+    head: bytes,
+    parts: Iterable[memoryview],
+    last: Callable[[], bytes] | None = None,
+) -> None:
+    """Write and sync a file, which stays open and locked as long as `held` does.
+
+    Args:
+        last: what takes the place of `head`, and is as long, once all parts are written.
+    """
     file = held.enter_context(open(path, "xb", buffering=_BUFFER_BYTES))  # noqa: SIM115 - `held` closes it
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     file.write(head)
     for part in parts:
         file.write(part)
+    if last is not None:
+        file.seek(0)
+        file.write(last())
     file.flush()
     os.fsync(file.fileno())
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weight_updater import safetensors_io
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.arrival import Arrivals
 from weight_updater.checksum import checksum
@@ -154,3 +155,31 @@ def test_manifests_of_one_kind_share_what_does_not_change() -> None:
             first.with_checksums(wrong)
     with pytest.raises(ValueError, match="as many names"):
         Columns(["a"], ["float32", "float32"], [(1,)])
+
+
+@pytest.mark.parametrize("fails", ["hashing", "writing"])
+def test_a_fault_while_bytes_are_written_and_hashed_leaves_the_old_checkpoint(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both go on at once: whichever fails, nothing of the new file stays."""
+    save_weights(str(tmp_path), packed(tensors(1)))
+    before = (tmp_path / SINGLE).read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("no room")
+
+    if fails == "hashing":
+        monkeypatch.setattr(PackedBytes, "checksums", fail)
+    else:
+        monkeypatch.setattr(safetensors_io, "together", lambda arrays, _: map(fail, arrays))
+    with pytest.raises(OSError, match="no room"):
+        save_weights(str(tmp_path), packed(tensors(2)))
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+    assert (tmp_path / SINGLE).read_bytes() == before
+
+
+def test_the_header_that_comes_last_is_the_one_that_would_come_first(tmp_path: Path) -> None:
+    named = tensors(3)
+    save_weights(str(tmp_path / "packed"), packed(named))
+    save_weights(str(tmp_path / "one by one"), named.items())
+    assert (tmp_path / "packed" / SINGLE).read_bytes() == (tmp_path / "one by one" / SINGLE).read_bytes()
