@@ -289,6 +289,9 @@ def die_with_parent() -> None:
 def main(path: str, stub: str, model_dir: str = "") -> None:
     """Import, and fork on request until stdin ends."""
     from tests.faults import roles
+    from weight_updater import host_scan
+
+    host_scan.warm_up()  # half a second of every engine's start
 
     roles.load(Path(model_dir) if model_dir else None)
     parent = _Parent(path, stub, roles.ROLES)
