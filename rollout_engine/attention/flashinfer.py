@@ -44,6 +44,7 @@ class FlashInferBackend(AttentionBackend):
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
         self._num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
+        self._has_flash = torch.cuda.get_device_capability(shape.device) >= (8, 0)  # torch's, and for no older GPU
         self._planned: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._arrays: list[torch.Tensor] = []  # of the last plan, on the host
 
@@ -82,7 +83,7 @@ class FlashInferBackend(AttentionBackend):
         """The first rows: several tokens each."""
         lengths, tokens = batch.extend_lens_cpu[:num_rows], slice(num_tokens)
         starts = starts_of(np.array(lengths, dtype=np.int32))
-        if lengths == batch.seq_lens_cpu[:num_rows]:
+        if self._has_flash and lengths == batch.seq_lens_cpu[:num_rows]:
             (on_device,) = batch.sampling_info.packer.put([starts])
             return FreshPlan(tokens, on_device, max(lengths))
         counts, indices, last = pages_of_rows(

@@ -2,7 +2,7 @@
 
 On a GPU that is cuBLAS or a kernel of ops/kernels.py. On a CPU, in float32, it depends on the rows, since a
 BLAS copies the whole weight into another order before it multiplies: a prompt makes up for that, a decode
-step does not. Speeds are those of SmolLM2-135M's matrices on two cores with AVX-512.
+step of more than a few rows does not. Speeds are those of SmolLM2-135M's matrices on two cores with AVX-512.
 
 T = rows of activations
 """

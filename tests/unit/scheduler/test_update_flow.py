@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,108 +12,20 @@ import pytest
 import torch
 
 from rollout_engine import messages
-from rollout_engine.flows import FlowRunner
-from rollout_engine.gate import Gate
-from rollout_engine.update_flow import UpdateFlow
-from rollout_engine.update_records import UpdateRecords
-from tests.unit.weight_updater.fake_gpu import FakeGpu, fake_gpu
+from tests.unit.scheduler.update_loop import Loop
+from tests.unit.weight_updater.fake_gpu import fake_gpu
 from tests.unit.weight_updater.test_from_cuda import lay_out
 from tests.unit.weight_updater.tiny_target import (
     EMBED,
     HEAD,
-    TinyTarget,
-    make_updater,
     manifest_of,
     num_mappings,
     pack,
     weights,
 )
-from weight_updater.errors import Reason, UpdateError, WeightsTorn
+from weight_updater.errors import Reason, UpdateError
 from weight_updater.requests import BeginUpdate, FromIpc, FromTensor, Path, Staging, UpdateReply, UpdateState
-from weight_updater.shm import SharedSegment
 from weight_updater.sink import Sink
-
-
-class NoSequences:
-    """A scheduler and the uploads of an engine that generates nothing."""
-
-    def __init__(self) -> None:
-        self.started: list[Any] = []
-        self.live: list[Any] = []
-        self.is_idle = True
-
-    def started_with(self, adapter: str) -> list[Any]:
-        return self.started
-
-    def on_commit(self, commit_sequence: int) -> None:
-        pass
-
-    def is_open(self, call_id: int) -> bool:
-        return False
-
-    def drop(self, call_id: int) -> None:
-        pass
-
-    def interrupt(self, call_id: int) -> None:
-        pass
-
-
-class Loop:
-    """The engine's loop, as far as updates go."""
-
-    def __init__(self) -> None:
-        self.target = TinyTarget()
-        self.updater = make_updater(self.target)
-        self.sequences: Any = NoSequences()
-        self.updates = UpdateFlow(
-            self.updater,
-            self.sequences,
-            Gate(),
-            self.sequences,
-            finish=lambda *_: None,
-            end_too_old=lambda version: None,
-            copy_bytes_per_second=1e9,
-            records=UpdateRecords(self.updater),
-        )
-        self.flows = FlowRunner(wake=lambda: None)
-        self.answers: dict[str, UpdateReply | Exception] = {}
-        self.segment = SharedSegment.create(manifest_of(weights(1)).packed_offsets()[1])
-
-    def start(self, name: str, flow: Any) -> None:
-        def done(result: Any, error: Exception | None) -> None:
-            self.answers[name] = result if error is None else error
-
-        self.flows.start(flow, done)
-
-    def update(self, name: str, seed: int, *, spoil: bool = False) -> None:
-        """Start an update in one call."""
-        tensors = weights(seed)
-        manifest = manifest_of(tensors)
-        if spoil:
-            tensors[EMBED][0, 0] += 1
-        pack(self.segment, tensors)
-        begin = BeginUpdate(path=Path.TENSOR, update_id=name, manifest=manifest, staging=Staging.HOST)
-        tensor = FromTensor("", self.segment.descriptor)
-        command = messages.Update(call_id=1, tensor=tensor, begin=begin)
-        self.start(name, self.updates.update(command))
-
-    def turn_until(self, name: str) -> UpdateReply | Exception:
-        deadline = time.monotonic() + 10
-        while name not in self.answers:
-            assert time.monotonic() < deadline, f"{name} is not answered"
-            self.flows.turn()
-            time.sleep(0.001)
-        return self.answers[name]
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    made = Loop()
-    yield made
-    made.flows.close()
-    made.updater.close()
-    made.segment.close()
-    made.segment.unlink()
 
 
 def test_an_update_in_one_call_needs_one_trip_to_a_worker(
@@ -267,138 +178,3 @@ def test_memory_that_was_lent_before_needs_no_worker_if_it_is_not_looked_at_or_n
         assert not push("what was live is not known", 5, lent=True, scanned=True)
         assert push("promised", 6, lent=True, scanned=True)
         loop.updater.release(["trainer-1"])
-
-
-class Committing:
-    """Updates by lent memory whose checksums come with the one call that receives and commits them."""
-
-    def __init__(self, loop: Loop, gpu: FakeGpu) -> None:
-        self._loop = loop
-        self._gpu = gpu
-        self._handles = [gpu.allocate(1, 4096)]
-
-    def begin(self, name: str, seed: int, staging: Staging = Staging.NONE) -> FromIpc:
-        """Open an update; gives what its trainer lends, in full."""
-        new = {slot: value for slot, value in weights(seed).items() if slot != HEAD}  # which is tied
-        manifest = manifest_of(new)
-        begin = BeginUpdate(
-            path=Path.IPC,
-            update_id=name,
-            staging=staging,
-            manifest=manifest.with_checksums([None] * len(new)),
-        )
-        loop, began = self._loop, f"{name} begins"
-        loop.start(began, loop.updates.begin(messages.Begin(call_id=1, request=begin)))
-        assert not isinstance(loop.turn_until(began), Exception)
-        request = lay_out(self._gpu, new, self._handles)
-        checksums = tuple(value for value in manifest.checksums if value is not None)
-        return replace(request, update_id=name, scanned=True, checksums=checksums)
-
-    def spoil(self, request: FromIpc) -> None:
-        self._gpu.memory[self._handles[0]][16 + request.placements[3].offset] ^= 1
-
-    def send(self, name: str, request: FromIpc) -> None:
-        command = messages.Update(call_id=2, ipc=request, commit=True)
-        self._loop.start(name, self._loop.updates.update(command))
-
-
-@pytest.fixture
-def committing(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> Iterator[Committing]:
-    with fake_gpu(monkeypatch) as gpu:
-        yield Committing(loop, gpu)
-        loop.updater.release(["trainer-1"])
-
-
-def short(request: FromIpc) -> FromIpc:
-    """The same regions and placements, named by digest."""
-    return replace(request, lent=request.digest(), cuda_regions=(), placements=())
-
-
-def test_one_call_brings_checksums_and_commits(loop: Loop, committing: Committing) -> None:
-    for seed in (1, 2, 3):
-        request = committing.begin(f"u{seed}", seed)
-        if seed > 1:
-            request = short(request)
-        committing.send(f"sent {seed}", request)
-        at_once = f"sent {seed}" in loop.answers
-        assert at_once is (seed > 1), "what was live is known, the memory mapped: no trip to a worker"
-        reply = loop.turn_until(f"sent {seed}")
-        assert isinstance(reply, UpdateReply), reply
-        assert (reply.state, reply.verified) == (UpdateState.COMMITTED, True)
-        assert torch.equal(loop.target.slot(EMBED), weights(seed)[EMBED])
-        committing.send(f"again {seed}", request)
-        assert loop.answers[f"again {seed}"] == reply
-        assert loop.updater.commit_sequence == seed
-
-
-def test_a_call_that_is_repeated_while_the_first_is_at_work_gets_its_reply(
-    loop: Loop, committing: Committing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading, go_on = threading.Event(), threading.Event()
-    know = loop.updater._live.know
-
-    def slow() -> None:
-        reading.set()
-        assert go_on.wait(10)
-        know()
-
-    monkeypatch.setattr(loop.updater._live, "know", slow)
-    request = committing.begin("u", 1)
-    committing.send("first", request)
-    assert reading.wait(10)
-    committing.send("again", request)
-    for _ in range(20):
-        loop.flows.turn()
-    assert not {"first", "again"} & set(loop.answers)
-    go_on.set()
-    reply = loop.turn_until("first")
-    assert isinstance(reply, UpdateReply), reply
-    assert loop.turn_until("again") == reply
-    assert loop.updater.commit_sequence == 1
-
-
-def test_what_fails_a_call_that_commits_ends_the_update(loop: Loop, committing: Committing) -> None:
-    before = loop.target.values()
-    for name, staging in (("staged", Staging.HOST), ("too few", Staging.NONE)):
-        request = committing.begin(name, 1, staging)
-        if name == "too few":
-            request = replace(request, checksums=request.checksums[1:])
-        else:
-            committing.spoil(request)
-        committing.send(f"{name} sent", request)
-        error = loop.turn_until(f"{name} sent")
-        assert isinstance(error, UpdateError)
-        wanted = Reason.INVALID_UPDATE if name == "too few" else Reason.CHECKSUM_MISMATCH
-        assert error.reason is wanted
-        assert loop.updater.open is None
-    assert all(torch.equal(loop.target.slot(name), value) for name, value in before.items())
-    request = committing.begin("scanned", 2)
-    committing.spoil(request)
-    committing.send("torn", request)
-    assert isinstance(loop.turn_until("torn"), WeightsTorn)
-    assert loop.updater.torn_reason
-
-
-def test_a_call_at_the_wrong_time_leaves_the_update_to_the_right_one(
-    loop: Loop, committing: Committing
-) -> None:
-    request = committing.begin("u", 1)
-    committing.send("unknown", short(request))
-    error = loop.turn_until("unknown")
-    assert isinstance(error, UpdateError)
-    assert error.reason is Reason.MANIFEST_UNKNOWN, "it is sent in full then"
-    committing.send("in full", request)
-    assert isinstance(loop.turn_until("in full"), UpdateReply)
-    request = committing.begin("received", 2, Staging.HOST)
-    received = messages.Update(call_id=2, ipc=replace(request, checksums=()))
-    loop.start("received", loop.updates.update(received))
-    assert isinstance(loop.turn_until("received"), UpdateReply)
-    committing.send("late", request)
-    late = loop.turn_until("late")
-    assert isinstance(late, UpdateError)
-    assert late.reason is Reason.WRONG_STATE
-    assert loop.updater.open is not None, "the first call's bytes may still be committed"
-    committing.send("done", replace(request, checksums=()))
-    reply = loop.turn_until("done")
-    assert isinstance(reply, UpdateReply)
-    assert not reply.verified, "nobody said what they should be"
