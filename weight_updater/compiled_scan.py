@@ -24,6 +24,17 @@ _MULTIPLIER = np.uint64(MULTIPLIER)
 _HALF = np.uint64(32)
 
 
+def _mix(word: np.uint64, position: np.uint64) -> np.uint64:
+    x = word ^ position
+    x ^= x >> _HALF
+    x *= _MULTIPLIER
+    return x ^ (x >> _HALF)
+
+
+_mixed: Callable[[np.uint64, np.uint64], np.uint64] = numba.njit(inline="always")(_mix)
+"""Put into the loops as it stands, so that they stay vectors."""
+
+
 def _scan_words(
     words: Words, position: np.uint64, magnitude: np.uint64, step: np.uint64
 ) -> tuple[np.uint64, np.uint64]:
@@ -41,10 +52,7 @@ def _scan_words(
     for i in range(words.size):  # by index: over the words themselves, LLVM gathers them one by one
         word = words[i]
         position += _POSITION
-        x = word ^ position
-        x ^= x >> _HALF
-        x *= _MULTIPLIER
-        total += x ^ (x >> _HALF)
+        total += _mixed(word, position)
         found |= (word & magnitude) + step
     return total, found
 
@@ -61,10 +69,7 @@ def _copy_words(
         word = words[i]
         into[i] = word
         position += _POSITION
-        x = word ^ position
-        x ^= x >> _HALF
-        x *= _MULTIPLIER
-        total += x ^ (x >> _HALF)
+        total += _mixed(word, position)
         found |= (word & magnitude) + step
     return total, found
 

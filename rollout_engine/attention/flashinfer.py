@@ -44,7 +44,7 @@ class FlashInferBackend(AttentionBackend):
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         self._wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
         self._num_processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
-        self._has_flash = torch.cuda.get_device_capability(shape.device) >= (8, 0)  # torch's, and for no older GPU
+        self._has_flash = torch.cuda.get_device_capability(shape.device) >= (8, 0)  # torch's
         self._planned: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._arrays: list[torch.Tensor] = []  # of the last plan, on the host
 
