@@ -83,7 +83,7 @@ def _receive_from_gpu(request: FromIpc, sink: Sink, mappings: Mappings, arena: A
             ]
             lent = LentTensors(sink.plan, tensors)
             mappings.keep(request.lent, lent, adopt=adopt)
-        take_lent(sink, lent, mappings.device, scanned=request.scanned)
+        take_lent(sink, lent, mappings.device, arena, scanned=request.scanned)
 
 
 def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> list[RegionPlacement]:

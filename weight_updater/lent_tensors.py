@@ -1,4 +1,4 @@
-"""Whole tensors that a trainer lends in GPU memory: hashed, or copied and hashed, in one launch for all.
+"""Whole tensors that a trainer lends in GPU memory: copied, looked at, or both, all of them at once.
 
 Where the sink borrows, a tensor's own bytes are its staging area: they are read once and compared before
 anything is written. A trainer may say that it has just done this reading itself (`scanned`: hashed where
@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from weight_updater.arena import TORCH_DTYPES
+from weight_updater.arena import TORCH_DTYPES, Arena
 from weight_updater.device_scan import Found, Launch, is_fast, side_stream
+from weight_updater.moves import Moves, joined
 from weight_updater.plan import Plan
 from weight_updater.sink import Sink
 
@@ -65,11 +66,12 @@ class Groups:
     others: list[tuple[int, torch.Tensor]]
 
 
-def take_lent(sink: Sink, offered: LentTensors, device: torch.device, *, scanned: bool) -> None:
+def take_lent(sink: Sink, offered: LentTensors, device: torch.device, arena: Arena, *, scanned: bool) -> None:
     """Take whole tensors that lie in GPU memory.
 
     Args:
         offered: the tensors; reachable from `device`.
+        arena: layout of the sink's destination.
         device: of the destination, or of the live weights.
         scanned: the trainer has hashed them and found no value that is not finite; only a borrowing sink
             relies on that, and only where the manifest has the checksums.
@@ -90,8 +92,11 @@ def take_lent(sink: Sink, offered: LentTensors, device: torch.device, *, scanned
         if sink.destination is None:
             sink.borrowed.update(groups.together)
         found = _promised(sink, groups.indexes) if scanned else None
-        if found is None and _launches(sink):
+        if found is None and _seeks(sink):
             found = _launch_for(sink, offered, groups, device).run()
+        elif found is None and sink.destination is not None:
+            with side_stream(device):
+                _moves_for(sink.destination, offered, groups, device, arena).start()
     finally:
         sink.settle_whole(groups.indexes, found)
 
@@ -148,9 +153,8 @@ def _promised(sink: Sink, indexes: list[int]) -> Found | None:
 
 
 def _launch_for(sink: Sink, offered: LentTensors, groups: Groups, device: torch.device) -> Launch:
-    """What hashes tensors of their slots' dtypes, or copies (and hashes) them into the destination; kept."""
+    """What looks at tensors of their slots' dtypes, or copies them into the destination as it does; kept."""
     plan, destination, find_nonfinite = sink.plan, sink.destination, sink.finds_nonfinite
-    sought = _seeks(sink)
 
     def launch() -> Launch:
         places = [plan.slot(index) for index in groups.indexes]
@@ -161,7 +165,19 @@ def _launch_for(sink: Sink, offered: LentTensors, groups: Groups, device: torch.
             (destination[place.offset : place.offset + data.numel()], data)
             for place, (_, data) in zip(places, groups.together, strict=True)
         ]
-        return Launch(device, pairs, dtypes if sought else None)
+        return Launch(device, pairs, dtypes)
 
     address = 0 if destination is None else destination.data_ptr()
-    return offered.made(("launch", address, find_nonfinite, sought), launch)
+    return offered.made(("launch", address, find_nonfinite), launch)
+
+
+def _moves_for(
+    destination: torch.Tensor, offered: LentTensors, groups: Groups, device: torch.device, arena: Arena
+) -> Moves:
+    """What copies tensors of their slots' dtypes into the destination, unseen; kept."""
+
+    def moves() -> Moves:
+        sources = {arena.canonical(offered.plan.slot(index).name): data for index, data in groups.together}
+        return Moves(device, joined(arena, sources, destination))
+
+    return offered.made(("moves", destination.data_ptr()), moves)

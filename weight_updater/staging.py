@@ -15,22 +15,17 @@ import torch
 from weight_updater import virtual_memory
 from weight_updater.arena import TORCH_DTYPES, WeightTarget, aligned_zeros
 from weight_updater.cast import as_dtype, cast_into
-from weight_updater.device_scan import Launch, is_fast, warm
+from weight_updater.device_scan import warm
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.moves import Moves, joined
 from weight_updater.pinned import pinned_zeros
-from weight_updater.plan import slot_nbytes
 from weight_updater.requests import Staging
 from weight_updater.sink import Sink
 
 SCRATCH_BYTES = 16 << 20
 """What an exchange of two buffers may take beside them."""
 
-FEW_COPIES = 4
-"""Up to so many copies are queued one by one; more are faster in one launch, where there is a kernel."""
-
 Ranges = Sequence[tuple[int, int]]
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""(destination, source), each [n] uint8."""
 
 
 def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -225,15 +220,13 @@ class CopyBorrowed:
     """
 
     def __init__(self, target: WeightTarget, live: torch.Tensor, sink: Sink) -> None:
-        def copies() -> tuple[Pairs, Launch | None]:
-            pairs = _merge(target, sink, live)
-            many = is_fast(target.device) and len(pairs) > FEW_COPIES
-            return pairs, Launch(target.device, pairs, None) if many else None
+        def moves() -> Moves:
+            return Moves(target.device, joined(target.arena, _straight(target, sink), live))
 
         if len(sink.offered) == 1:  # the same tensors as in the step before, mostly
-            self._copies, self._launch = sink.offered[0].made(("commit", live.data_ptr()), copies)
+            self._moves = sink.offered[0].made(("commit", live.data_ptr()), moves)
         else:
-            self._copies, self._launch = copies()
+            self._moves = moves()
         dtypes = sink.plan.manifest.columns.dtypes
         self._casts = [
             (
@@ -244,11 +237,7 @@ class CopyBorrowed:
         ]
 
     def run(self) -> None:
-        if self._launch is not None:
-            self._launch.start().follow()
-        else:
-            for destination, source in self._copies:
-                copy_bytes(destination, source)
+        self._moves.start()
         for destination, source in self._casts:
             cast_into(destination, source)
 
@@ -256,43 +245,13 @@ class CopyBorrowed:
         return False
 
 
-def _merge(target: WeightTarget, sink: Sink, live: torch.Tensor) -> Pairs:
-    """(destination, source) pairs of bytes; tensors that are neighbours on both sides become one.
-
-    Neighbours in the arena have only padding between them. Padding of the trainer's may come along.
-    """
-    arena = target.arena
-    sources = {
-        arena.canonical(sink.plan.slot(index).name): sink.borrowed[index]
+def _straight(target: WeightTarget, sink: Sink) -> dict[str, torch.Tensor]:
+    """Slot -> the borrowed bytes that it takes as they are."""
+    return {
+        target.arena.canonical(sink.plan.slot(index).name): sink.borrowed[index]
         for index in sink.plan.applied
         if index in sink.borrowed and sink.plan.same_dtype(index)
     }
-    runs: list[list[int]] = []  # [offset in the arena, size]
-    firsts: list[torch.Tensor] = []
-    previous: torch.Tensor | None = None
-    for name in arena.slot_names:
-        source = sources.get(name)
-        if source is not None:
-            place = arena.placements[name]
-            end = place.offset + slot_nbytes(place)
-            joins = previous is not None and (
-                _same_memory(previous, source)
-                and source.storage_offset() - firsts[-1].storage_offset() == place.offset - runs[-1][0]
-            )
-            if joins:
-                runs[-1][1] = end - runs[-1][0]
-            else:
-                runs.append([place.offset, end - place.offset])
-                firsts.append(source)
-        previous = source
-    return [
-        (live[start : start + size], first.as_strided((size,), (1,), first.storage_offset()))
-        for (start, size), first in zip(runs, firsts, strict=True)
-    ]
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 class Rebind:

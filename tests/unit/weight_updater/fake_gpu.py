@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from weight_updater import device_scan, lent_tensors, mappings, staging
+from weight_updater import device_scan, lent_tensors, mappings, moves
 from weight_updater.checksum import scan as read
 from weight_updater.device_scan import Found
 from weight_updater.errors import Reason, UpdateRefused
@@ -97,7 +97,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     gpu = FakeGpu()
     monkeypatch.setattr(mappings, "MappedAllocation", lambda handle, uuid, device: _Mapped(gpu, handle))
     monkeypatch.setattr(mappings.Mappings, "on_gpu", property(lambda self: True))
-    fake_kernels(monkeypatch, gpu, lent_tensors, staging)
+    fake_kernels(monkeypatch, gpu, lent_tensors, moves)
     yield gpu
 
 
