@@ -217,6 +217,7 @@ class AdapterUpdates:
             version=self._live.version,
             previous_version=self._live.version,
             commit_sequence=self._live.commit_sequence,
+            received=replies.received_checksum(update),
             live=fold_by_name(live) if live else 0,
         )
 

@@ -43,12 +43,14 @@ def make_live(
     before: Mapping[str, int],
     graphs: GraphHooks,
     recapture: Recapture,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Done:
     """Put new weights into place and prove that they lie there. No forward pass runs meanwhile.
 
     Args:
         expected: slot -> checksum that it must have afterwards; empty compares nothing.
         before: slot -> checksum of what is live now, to prove an undo; may be empty.
+        meanwhile: what else is to be worked out before the reply; a GPU copies while it is.
 
     Raises:
         UpdateRefused: a fault that was undone; the old weights are live.
@@ -57,7 +59,7 @@ def make_live(
     done = Done()
     try:
         synchronise(target.device)  # passes that were started under the old weights end under them
-        moved, checksums = _write(target, write, graphs, expected, done)
+        moved, checksums = _write(target, write, graphs, expected, meanwhile, done)
         _compare(checksums, expected, done)
         _settle_graphs(graphs, moved, recapture, done)
     except Exception as error:
@@ -70,7 +72,12 @@ def make_live(
 
 
 def _write(
-    target: WeightTarget, write: Write, graphs: GraphHooks, expected: Mapping[str, int], done: Done
+    target: WeightTarget,
+    write: Write,
+    graphs: GraphHooks,
+    expected: Mapping[str, int],
+    meanwhile: Callable[[], None],
+    done: Done,
 ) -> tuple[list[str], Checksums]:
     """Write, and recompute derived state; a GPU has all that, and the reading of what then lies in the slots
     of `expected`, queued before the write has ended.
@@ -85,6 +92,7 @@ def _write(
         end = time.perf_counter()
         target.finalise()
         moved = graphs.moved()
+        meanwhile()
         synchronise(target.device)
         done.write_s, done.finalise_s = end - start, time.perf_counter() - end
         return moved, start_checksums(target, list(expected))
@@ -93,6 +101,7 @@ def _write(
     finalised = _queued(target)
     checksums = start_checksums(target, list(expected))
     moved = graphs.moved()
+    meanwhile()
     written.synchronize()
     end = time.perf_counter()
     finalised.synchronize()

@@ -38,6 +38,15 @@ class Previous:
     reply: UpdateReply
 
 
+@dataclass(frozen=True, slots=True)
+class _After:
+    """What a commit leaves. known: as LiveWeights.known. live, received: the reply's checksums."""
+
+    known: dict[str, int]
+    live: int
+    received: int
+
+
 class LiveWeights:
     """The weights that answer now. LOOP, but for `know`.
 
@@ -59,6 +68,7 @@ class LiveWeights:
         self.adopted: MappedRegion | None = None
         self.previous: Previous | None = None
         self.known: dict[str, int] = {}  # slot -> checksum of what is live, as far as it is known
+        self._summed: tuple[dict[str, int] | None, int] = None, 0  # see `_folded`
         self._owner_checked = 0.0
         self._target = target
         self._buffers = buffers
@@ -95,15 +105,18 @@ class LiveWeights:
         recapture = update.request.recapture
         # What was received into the arena that is live already was hashed where it lies.
         expected = {} if update.in_adopted else update.expected
-        done = make_live(self._target, write, expected, before, self._graphs, recapture)
+        after: _After | None = None
+
+        def meanwhile() -> None:
+            nonlocal after
+            after = self._after(update)
+
+        done = make_live(self._target, write, expected, before, self._graphs, recapture, meanwhile)
+        assert after is not None, "what went well has come that far"
         was_whole, previous_version, previous_path = not self.torn_reason, self.version, self.weights_path
+        self.known = after.known
         if full:
-            self.known = dict(update.expected)
             self.torn_reason = ""
-        else:
-            for name in written:
-                self.known.pop(name, None)
-            self.known.update(update.expected)
         self.adopted = update.adoption
         if update.path is Path.DISK:
             self.weights_path = update.directory
@@ -114,7 +127,8 @@ class LiveWeights:
             version=self.version,
             previous_version=previous_version,
             commit_sequence=self.commit_sequence,
-            live=self.checksum(),
+            received=after.received,
+            live=after.live,
         )
         self.previous = None
         if update.request.keep_previous and was_whole:  # half a model is not worth going back to
@@ -122,6 +136,17 @@ class LiveWeights:
                 previous_version, update.staging, update.plan.ranges, written, before, previous_path, reply
             )
         return reply
+
+    def _after(self, update: OpenUpdate) -> _After:
+        """What the commit of `update` leaves."""
+        full, expected = update.plan.full, update.expected
+        known = dict(expected) if full else self._replaced(update.plan.written, expected)
+        return _After(known, self._folded(known), replies.received_checksum(update))
+
+    def _replaced(self, written: Sequence[str], checksums: dict[str, int]) -> dict[str, int]:
+        """`known` once the slots `written` hold something else, whose checksums may not be known."""
+        gone = set(written)
+        return {name: value for name, value in self.known.items() if name not in gone} | checksums
 
     def check_rollback(self, meant: int | None = None) -> Previous:
         """What `rollback` would bring back. meant: the commit sequence that it is to leave, where one is.
@@ -163,9 +188,7 @@ class LiveWeights:
         before = {name: self.known[name] for name in previous.written if name in self.known}
         done = make_live(self._target, write, previous.checksums, before, self._graphs, Recapture.AUTO)
         rolled_back_from = self.version
-        for name in previous.written:
-            self.known.pop(name, None)
-        self.known.update(previous.checksums)
+        self.known = self._replaced(previous.written, previous.checksums)
         self.previous = None
         self.weights_path = previous.weights_path
         self._publish(previous.version)
@@ -189,7 +212,7 @@ class LiveWeights:
         """Nothing may be generated until a full update commits."""
         self.torn_reason = reason
         self.previous = None
-        self.known.clear()
+        self.known = {}
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Name -> checksum of the bytes that lie there now, read anew; no names: every slot.
@@ -213,8 +236,15 @@ class LiveWeights:
 
     def checksum(self) -> int:
         """One checksum over all slots, in the order of their names; 0 if one of them is not known."""
-        names = self._target.arena.names_in_order
-        return fold([self.known[name] for name in names]) if len(self.known) == len(names) else 0
+        return self._folded(self.known)
+
+    def _folded(self, known: dict[str, int]) -> int:
+        """Remembered for the last one asked for; `known` is replaced, not changed."""
+        if self._summed[0] is not known:
+            names = self._target.arena.names_in_order
+            whole = len(known) == len(names)
+            self._summed = known, fold([known[name] for name in names]) if whole else 0
+        return self._summed[1]
 
     def _write(self, update: OpenUpdate) -> Write:
         """How the update's bytes come into place."""

@@ -63,7 +63,6 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
     """An update that has not committed."""
     sink, plan = update.sink, update.plan
     num_needed, num_applied = sink.num_waiting()
-    hashed = not update.request.skip_checksums and not num_needed
     reply = UpdateReply(
         update_id=update.update_id,
         state=update.state,
@@ -79,7 +78,7 @@ def report(update: OpenUpdate, version: int, commit_sequence: int) -> UpdateRepl
         seconds=StageSeconds(transfer=update.transfer.seconds, verify=update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer.seconds),
         verified=update.verified and update.has_checksums,
-        received_checksum=_received(update) if hashed else 0,
+        received_checksum=0 if num_needed else received_checksum(update),
         warnings=_warnings(update),
         extra_bytes=update.extra_bytes,
     )
@@ -94,14 +93,14 @@ def committed(
     version: int,
     previous_version: int,
     commit_sequence: int,
+    received: int,
     live: int,
 ) -> UpdateReply:
     """An update that has committed. seconds.pause is the commit's own time; the engine knows more.
 
-    live: one checksum over all slots; 0 if it is not known.
+    received: its `received_checksum`. live: one checksum over all slots; 0 if it is not known.
     """
     sink, plan = update.sink, update.plan
-    hashed = not update.request.skip_checksums
     reply = UpdateReply(
         update_id=update.update_id,
         state=UpdateState.COMMITTED,
@@ -117,8 +116,8 @@ def committed(
         seconds=_seconds(done, update.transfer.seconds, update.verify_s),
         gb_per_s=_gb_per_s(sink.received_bytes, update.transfer.seconds + done.seconds),
         verified=update.has_checksums,
-        received_checksum=_received(update) if hashed else 0,
-        live_checksum=live if hashed else 0,
+        received_checksum=received,
+        live_checksum=0 if update.request.skip_checksums else live,
         graphs_kept=done.graphs_kept,
         graphs_recaptured=done.graphs_recaptured,
         graphs_reason=done.graphs_reason,
@@ -163,10 +162,13 @@ def rolled_back(
     )
 
 
-def _received(update: OpenUpdate) -> int:
+def received_checksum(update: OpenUpdate) -> int:
     """One checksum over what arrived, by the names of the slots that it was written to (a tied name counts
-    as its target's, once): of a full update without casts, the same as that of all that is live.
+    as its target's, once): of a full update without casts, the same as that of all that is live. 0 without
+    checksums.
     """
+    if update.request.skip_checksums:
+        return 0
     values = update.sink.received_checksums(update.plan.applied)
     return fold([values[at] for at in update.plan.by_name])
 

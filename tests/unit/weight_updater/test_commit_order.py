@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from tests.unit.weight_updater.fake_gpu import fake_gpu
 from tests.unit.weight_updater.test_from_cuda import lay_out, receive
 from tests.unit.weight_updater.tiny_target import TinyTarget, begin, make_updater, weights
 from weight_updater import commit as commit_module
-from weight_updater import device_scan
+from weight_updater import device_scan, lent_tensors
 from weight_updater.commit import make_live
 from weight_updater.device_scan import Found, Started
 from weight_updater.errors import WeightsTorn
@@ -97,7 +99,8 @@ def test_addresses_are_compared_while_the_device_copies_and_what_it_wrote_is_rea
         return wait
 
     monkeypatch.setattr(commit_module, "start_checksums", start)
-    make_live(target_of(log), Write(log), {"slot": 7}, {}, Graphs(log), Recapture.AUTO)
+    note = partial(log.append, "worked out what to tell")
+    make_live(target_of(log), Write(log), {"slot": 7}, {}, Graphs(log), Recapture.AUTO, note)
     assert log == [
         "waited for the device",  # passes under the old weights
         "launched",
@@ -107,6 +110,7 @@ def test_addresses_are_compared_while_the_device_copies_and_what_it_wrote_is_rea
         "event recorded",
         "reading of ['slot'] queued",
         "compared addresses",
+        "worked out what to tell",
         "waited for the event",
         "waited for the event",
         "waited for what was read",
@@ -135,8 +139,14 @@ def test_many_tensors_are_copied_without_waiting_at_the_commit_alone(
         def follow(self) -> None:
             waits.append("follow")
 
+    @contextmanager
+    def stream(device: torch.device) -> Iterator[None]:
+        yield
+        waits.append("stream")
+
     with fake_gpu(monkeypatch) as gpu:
         monkeypatch.setattr(device_scan, "Started", Noting)
+        monkeypatch.setattr(lent_tensors, "side_stream", stream)
         updater = make_updater(TinyTarget(), device_staging=True)
         request = lay_out(gpu, weights(1), [gpu.allocate(1, 4096), gpu.allocate(2, 4096)])
         fields = {"skip_checksums": True, "allow_nonfinite": True}
@@ -144,4 +154,4 @@ def test_many_tensors_are_copied_without_waiting_at_the_commit_alone(
         receive(updater, request, update_id)
         updater.commit(update_id)
         assert gpu.launches == ["copy"]
-    assert waits == (["follow"] if staging is Staging.NONE else ["result"])
+    assert waits == (["follow"] if staging is Staging.NONE else ["follow", "stream"])
