@@ -23,7 +23,7 @@ from weight_updater.pinned import pinned_zeros
 SLOT_BYTES = 8 << 20
 """Bytes of one slot of the ring: of one read, and of one copy to the device."""
 
-NUM_SLOTS = 24
+NUM_SLOTS = 16
 """As few as keep readers and copies busy: what still lies in a cache is copied fastest."""
 
 T = TypeVar("T")
