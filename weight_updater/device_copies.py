@@ -18,12 +18,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from weight_updater.device_memory import queue_copy
 from weight_updater.pinned import pinned_zeros
 
 SLOT_BYTES = 8 << 20
 """Bytes of one slot of the ring: of one read, and of one copy to the device."""
 
-NUM_SLOTS = 16
+NUM_SLOTS = 20
 """As few as keep readers and copies busy: what still lies in a cache is copied fastest."""
 
 T = TypeVar("T")
@@ -74,6 +75,10 @@ class CudaCopies:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        # Thousands of these, each with the interpreter's lock that readers wait for: torch takes five times
+        # as long to make a stream the current one, to copy, and to go back.
+        if queue_copy(destination, source, self.stream):
+            return
         with torch.cuda.stream(self.stream):
             destination.copy_(source, non_blocking=True)
 

@@ -55,6 +55,33 @@ def _call(function: Any, *arguments: Any) -> Any:
     return results[0] if len(results) == 1 else results
 
 
+def queue_copy(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> bool:
+    """Queue a copy between tensors of equal dtype and shape, on any devices or in host memory.
+
+    Returns:
+        False if that is not possible here: one of them is strided, or cuda-bindings is missing.
+
+    Raises:
+        CudaCallFailed: it cannot be queued.
+    """
+    known = _memcpy()
+    if known is None or not (destination.is_contiguous() and source.is_contiguous()):
+        return False
+    copy, kind = known
+    _call(copy, destination.data_ptr(), source.data_ptr(), source.nbytes, kind, stream.cuda_stream)
+    return True
+
+
+@cache
+def _memcpy() -> tuple[Any, Any] | None:
+    """The runtime's asynchronous copy and the kind that works it out by the addresses, if there are any."""
+    try:
+        runtime, _ = _bindings()
+    except UpdateRefused:
+        return None
+    return runtime.cudaMemcpyAsync, runtime.cudaMemcpyKind.cudaMemcpyDefault
+
+
 def device_uuid(index: int) -> str:
     """The UUID of a visible GPU, as in nvidia-smi."""
     uuid = str(torch.cuda.get_device_properties(index).uuid)

@@ -31,10 +31,8 @@ CHUNK_BYTES = 4 << 20
 """Bytes per read on a CPU; each thread holds one buffer of this size."""
 
 MAX_THREADS = 8
-MAX_THREADS_TO_DEVICE = 10
-"""Reading from the page cache is copying: it takes several cores to keep up with the link to a GPU. More of
-them have more slots of the ring in use at a time, which then falls out of the caches.
-"""
+MAX_THREADS_TO_DEVICE = 14
+"""Reading from the page cache is copying: it takes many cores to keep up with the link to a GPU."""
 
 
 class ByteSink(Protocol):
@@ -96,7 +94,7 @@ def receive(
     Args:
         manifest: what `read_manifest` gave when the update began; the files must still agree.
         needed: indexes of the tensors to read (`Plan.needed`); None reads all.
-        num_threads: 0 means one per core, up to 8 (10 for a device).
+        num_threads: 0 means one per core, up to 8 (14 for a device).
         ring: page-locked slots to read into, for the sink of a device; None takes the process's own.
         headers: as for `safetensors_io.open_checkpoint`.
         seen: what an earlier reading returned; the files must still be the same.
