@@ -12,7 +12,7 @@ test that stays green, a line that is not found, a test that cannot run, fails b
 (an unknown name, a syntax error), says something else, or is not marked with the cases it stands for.
 
 Importing torch and transformers takes seconds, so the tests run in children that are forked from a parent
-which has them, but nothing of the tree.
+which has them, but nothing of the tree; where importing them starts threads, every child imports them itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.red_runs import PRELOADED, ROOT, RUN_S, Run, belongs, copy_tree, start
+from tests.red_runs import PRELOADED, ROOT, RUN_S, Run, belongs, copy_tree, num_threads, start
 
 LIST = Path(__file__).resolve().with_suffix(".toml")
 UNBROKEN_S = 900.0
@@ -214,13 +214,26 @@ def row(mutation: Mutation, outcome: Outcome) -> str:
     return f"{' '.join(mutation.cases):15} {where:48} {outcome.seconds:5.1f} s  {outcome.result}"
 
 
-def has_gpu() -> bool:
-    """Whether there is a CUDA device; asked in a child, since a parent that asked must not fork."""
+def look_around() -> tuple[bool, str]:
+    """Whether there is a CUDA device, and the first of PRELOADED whose import starts threads ("": none does).
+    Found out in a child, since a parent that asked, or has threads, must not fork.
+    """
+    reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
-        import torch
+        starter = next((name for name in PRELOADED if starts_threads(name)), "")
+        os.write(writing, f"{int(importlib.import_module('torch').cuda.is_available())}{starter}".encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        found = answer.read()
+    os.waitpid(pid, 0)
+    return found[0] == "1", found[1:]
 
-        os._exit(not torch.cuda.is_available())
-    return os.waitpid(pid, 0)[1] == 0
+
+def starts_threads(name: str) -> bool:
+    """Import a module. Whether this process has more than one thread then."""
+    importlib.import_module(name)
+    return num_threads() > 1
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -234,9 +247,13 @@ def main(arguments: Sequence[str]) -> int:
     if not wanted:
         raise SystemExit(f"cases-red: nothing is called {' or '.join(options.words)}")
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    for name in PRELOADED:
-        importlib.import_module(name)
-    left = [m for m in wanted if m.gpu] if not has_gpu() else []
+    has_gpu, starter = look_around()
+    if starter:
+        print(f"importing {starter} starts threads here, so every run imports what it needs", flush=True)
+    else:
+        for name in PRELOADED:
+            importlib.import_module(name)
+    left = [m for m in wanted if m.gpu] if not has_gpu else []
     tried = [m for m in wanted if m not in left]
     with tempfile.TemporaryDirectory(prefix="red-") as folder:
         copies = [copy_tree(Path(folder) / str(number)) for number in range(options.jobs)]

@@ -184,12 +184,17 @@ class Run:
 
 def start(copy: Path, tests: Sequence[str], seconds: float, *, stop: bool) -> Run:
     """Fork a child that runs `tests` in `copy`."""
-    assert len(os.listdir("/proc/self/task")) == 1, "a parent with threads must not fork"
+    assert num_threads() == 1, "a parent with threads must not fork"
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=copy.parent))
     if (pid := os.fork()) == 0:
         be_child(copy, tests, folder, stop=stop)
     now = time.monotonic()
     return Run(tuple(tests), folder, pid, now, now + seconds)
+
+
+def num_threads() -> int:
+    """Of this process, Python's and others."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def copy_tree(into: Path) -> Path:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +116,26 @@ def test_a_list_with_an_entry_that_breaks_nothing_is_refused(tmp_path: Path):
         file.write_text(entry + rest)
         with pytest.raises(ValueError, match="breaks nothing"):
             read_mutations(file)
+
+
+@pytest.mark.parametrize(
+    ("modules", "starter"), [(("json", "quiet"), ""), (("json", "threaded", "quiet"), "threaded")]
+)
+def test_modules_that_start_threads_are_found_before_the_parent_has_them(
+    modules: tuple[str, ...], starter: str, tmp_path: Path
+):
+    (tmp_path / "quiet.py").write_text("")
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    program = (
+        "import os, sys; from tests import cases_red, red_runs\n"
+        f"cases_red.PRELOADED = {modules}\n"
+        "found = cases_red.look_around()\n"
+        "print(found[1], red_runs.num_threads(), sorted({'quiet', 'threaded'} & sys.modules.keys()))"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert (ran.stdout, ran.stderr) == (f"{starter} 1 []\n", "")
