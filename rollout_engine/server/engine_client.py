@@ -171,6 +171,8 @@ class EngineClient:
         A caller that goes away stops waiting; the engine finishes the call.
         """
         _, future = self.begin_call(kind, **fields)
+        if self._process is not None:
+            self._process.flush()  # the caller waits for this one
         return await future
 
     async def fresh_info(self) -> m.EngineInfo:

@@ -78,18 +78,19 @@ class FrameProtocol(asyncio.Protocol):
         if self._transport is None:
             return
         if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._outbox += (len(frame).to_bytes(HEADER_BYTES, "little"), frame)
 
-    def _flush(self) -> None:
-        if self._transport is not None:
+    def flush(self) -> None:
+        """Send what was gathered, without waiting for the end of the turn."""
+        if self._transport is not None and self._outbox:
             self._transport.writelines(self._outbox)
         self._outbox.clear()
 
     def close(self) -> None:
         """Close this end; the engine reads EOF and exits."""
         if self._transport is not None:
-            self._flush()
+            self.flush()
             self._transport.close()
 
 
@@ -103,6 +104,7 @@ class EngineProcess:
         self._protocol = protocol
         self._handover = handover
         self.write = protocol.write
+        self.flush = protocol.flush
 
     @property
     def pid(self) -> int:
