@@ -59,13 +59,16 @@ def queue_copy(destination: torch.Tensor, source: torch.Tensor, stream: torch.cu
     """Queue a copy between tensors of equal dtype and shape, on any devices or in host memory.
 
     Returns:
-        False if that is not possible here: one of them is strided, or cuda-bindings is missing.
+        False if that is not for this call: one of them is strided, cuda-bindings is missing, or another GPU
+        than the stream's is the current one, which may have no context yet and would be given one.
 
     Raises:
         CudaCallFailed: it cannot be queued.
     """
     known = _memcpy()
     if known is None or not (destination.is_contiguous() and source.is_contiguous()):
+        return False
+    if torch.cuda.current_device() != stream.device.index:
         return False
     copy, kind = known
     _call(copy, destination.data_ptr(), source.data_ptr(), source.nbytes, kind, stream.cuda_stream)

@@ -12,7 +12,7 @@ import torch
 from weight_updater import device_memory
 from weight_updater.device_memory import CudaCallFailed, queue_copy
 
-STREAM: Any = SimpleNamespace(cuda_stream=77)
+STREAM: Any = SimpleNamespace(cuda_stream=77, device=torch.device("cuda", 1))
 
 
 class Runtime:
@@ -38,6 +38,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     made = Runtime()
     monkeypatch.setattr(device_memory, "_memcpy", lambda: (made.cudaMemcpyAsync, "by address"))
     monkeypatch.setattr(device_memory, "_bindings", lambda: (made, None))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     return made
 
 
@@ -55,6 +56,14 @@ def test_strided_tensors_are_left_to_torch(which: str, runtime: Runtime) -> None
     straight, strided = torch.zeros(4), torch.ones(8)[::2]
     pair = (strided, straight) if which == "destination" else (straight, strided)
     assert not queue_copy(*pair, STREAM)
+    assert runtime.asked == []
+
+
+def test_a_gpu_that_is_not_the_streams_gets_no_context(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert not queue_copy(torch.zeros(4), torch.ones(4), STREAM)
     assert runtime.asked == []
 
 
