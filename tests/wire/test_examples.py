@@ -63,6 +63,20 @@ def test_readmes_program(printed, engine, tmp_path):
     assert after.startswith(f"[{version + 1}, {version + 1}] [-")
 
 
+def test_an_engine_on_the_arena_of_this_process(printed, model_dir):
+    options = ("--device", "cpu", "--num-threads", "1", "--max-running-requests", "4")
+    lines = printed(ROOT / "examples" / "start_on_arena.py", str(model_dir), *options)
+    (weights,) = re.fullmatch(r"an engine on ([\d.,]+) MB of this process's weights", lines[0]).groups()
+    free, kept, reserved, left, uncounted, taken = (
+        float(line.partition(" MB  ")[0].replace(",", "")) for line in lines[1:7]
+    )
+    assert left == pytest.approx(free + kept + reserved, abs=0.3)
+    assert uncounted - left == pytest.approx(0.5 * float(weights.replace(",", "")), abs=0.2)
+    assert 0 < taken < left
+    told = r"version 1 in [\d.]+ ms, 0 bytes of new memory; tokens \[(\d+, ){5}\d+\] of versions \[1\]"
+    assert re.fullmatch(told, lines[7])
+
+
 def test_swap_weights(printed, model_dir, engine):
     version = engine.rollout.info().weight_version
     lines = printed(ROOT / "examples" / "swap_weights.py", str(model_dir))
