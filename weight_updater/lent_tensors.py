@@ -108,7 +108,7 @@ def takes_together(sink: Sink, offered: LentTensors, device: torch.device) -> bo
 
 def reads_lent(sink: Sink, offered: LentTensors, device: torch.device, *, scanned: bool) -> bool:
     """Whether `take_lent` would read a byte of tensors that it takes together."""
-    promised = scanned and _promised(sink, _groups(sink, offered, device).indexes) is not None
+    promised = scanned and _is_promised(sink, _groups(sink, offered, device).indexes)
     return _launches(sink) and not promised
 
 
@@ -138,18 +138,21 @@ def _grouped(offered: LentTensors, *, fast: bool) -> Groups:
     return Groups(together, [index for index, _ in together], others)
 
 
-def _promised(sink: Sink, indexes: list[int]) -> Found | None:
-    """What the manifest promises of tensors that the sink borrows, and whose trainer has read them; None if
-    that is not asked for, or a checksum is missing.
-    """
+def _is_promised(sink: Sink, indexes: list[int]) -> bool:
+    """Whether the manifest promises checksums that are asked for, of tensors that the sink borrows."""
     if sink.destination is not None or not sink.hashes:
+        return False
+    checksums = sink.plan.manifest.checksums
+    return None not in checksums or None not in [checksums[index] for index in indexes]
+
+
+def _promised(sink: Sink, indexes: list[int]) -> Found | None:
+    """What the manifest promises of tensors whose trainer has read them; None if it does not."""
+    if not _is_promised(sink, indexes):
         return None
     checksums = sink.plan.manifest.checksums
-    promised = [checksums[index] for index in indexes]
-    if None in promised:
-        return None
-    totals = np.array(promised, dtype=np.uint64) - sink.plan.mixed_lengths[indexes]
-    return Found(totals, np.zeros(len(indexes), dtype=np.bool_))
+    promised = np.array([checksums[index] for index in indexes], dtype=np.uint64)
+    return Found(promised - sink.plan.mixed_lengths[indexes], np.zeros(len(indexes), dtype=np.bool_))
 
 
 def _launch_for(sink: Sink, offered: LentTensors, groups: Groups, device: torch.device) -> Launch:
