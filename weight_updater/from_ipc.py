@@ -35,6 +35,8 @@ def receive(request: FromIpc, sink: Sink, mappings: Mappings, arena: Arena, *, a
             f"{len(request.cuda_regions)} regions are CUDA memory, but this engine's weights are not on a "
             f"CUDA device; lend POSIX shared memory, or use another path",
         )
+    if adopt and len(request.all_regions) == 1:
+        _check_home(request.all_regions[0], mappings)
     if request.cuda_regions:
         _receive_from_gpu(request, sink, mappings, arena, adopt=adopt)
         return
@@ -113,6 +115,18 @@ def _placements(request: FromIpc, plan: Plan, arena: Arena, *, adopt: bool) -> l
     if adopt:
         _check_arena(request, plan, arena, placements)
     return placements
+
+
+def _check_home(region: Region, mappings: Mappings) -> None:
+    """Refuse to adopt memory that the engine's own device would have to reach for at every pass."""
+    with mappings.using([region]):
+        where, own = mappings.open(region).data.device, mappings.device
+    if where.type != own.type or own.index not in (None, where.index):
+        raise UpdateRefused(
+            Reason.MEMORY_UNAVAILABLE,
+            f"the arena to adopt ({describe(region)}) lies on {where}, this engine runs on {own}; make it on "
+            f"the engine's device, or push without adopting",
+        )
 
 
 def _too_small(plan: Plan, place: RegionPlacement, region: Region) -> UpdateRefused:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,9 @@ from tests.unit.weight_updater.test_adopt import Trainer
 from tests.unit.weight_updater.test_from_cuda import assert_live, receive
 from tests.unit.weight_updater.tiny_target import TinyTarget, begin, make_updater, manifest_of, raw, weights
 from weight_updater.checksum import checksum
-from weight_updater.errors import UpdateRefused
-from weight_updater.requests import FromIpc, Path, Staging
+from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.from_ipc import _check_home
+from weight_updater.requests import CudaIpcRegion, FromIpc, Path, Staging
 
 
 @pytest.fixture
@@ -120,3 +124,49 @@ def test_what_was_lent_packed_is_adopted_in_the_arenas_layout(gpu: FakeGpu) -> N
             assert updater.checksums([]) == {name: checksum(value) for name, value in weights(seed).items()}
     finally:
         trainer.close()
+
+
+def test_a_segment_in_host_memory_is_not_adopted_by_an_engine_on_a_gpu(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = TinyTarget()
+    updater = make_updater(target)
+    before, address = target.values(), target.buffer.data_ptr()
+    trainer = Trainer(target.arena.nbytes)
+    try:
+        trainer.train(target, weights(2))
+        update_id = begin(updater, weights(2), path=Path.IPC, adopt=True)
+        monkeypatch.setattr(updater._receivers.mappings, "device", torch.device("cuda", 0))
+        with pytest.raises(UpdateRefused, match=r"lies on cpu, this engine runs on cuda:0; make it on") as no:
+            receive(updater, FromIpc("", regions=(trainer.descriptor,)), update_id)
+        assert no.value.reason == Reason.MEMORY_UNAVAILABLE
+        assert updater.open is None
+        assert updater.torn_reason == ""
+        assert target.buffer.data_ptr() == address
+        assert all(torch.equal(target.slot(name), value) for name, value in before.items())
+        assert updater.release([trainer.descriptor.allocation_id]) == 1, "nothing holds it"
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "own", "refused"),
+    [
+        ("cuda:0", "cuda:0", False),
+        ("cuda:1", "cuda:1", False),
+        ("cuda:1", "cuda", False),  # whichever is current
+        ("cuda:1", "cuda:0", True),
+        ("cuda:0", "cpu", True),
+        ("cpu", "cpu", False),
+    ],
+)
+def test_an_arena_is_adopted_on_the_engines_own_device_alone(where: str, own: str, refused: bool) -> None:
+    data = SimpleNamespace(device=torch.device(where))
+    known: Any = SimpleNamespace(
+        device=torch.device(own),
+        open=lambda region: SimpleNamespace(data=data),
+        using=lambda _: nullcontext(),
+    )
+    region = CudaIpcRegion("trainer-1", "GPU-1", b"h" * 64, 0, 16)
+    with pytest.raises(UpdateRefused, match=f"lies on {where}") if refused else nullcontext():
+        _check_home(region, known)
