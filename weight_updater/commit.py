@@ -66,6 +66,7 @@ def make_live(
         reason = error.reason if isinstance(error, UpdateError) else Reason.WRITE_FAILED
         text = f"a fault while new weights were written: {error!s} ({type(error).__name__})"
         if _undone(target, write, before):
+            _make_up_for(graphs, Done())
             raise UpdateRefused(reason, f"{text}; it was undone, the old weights are live") from error
         raise WeightsTorn(reason, f"{text}; send a full update to make the weights whole again") from error
     return done
@@ -136,6 +137,8 @@ def _settle_graphs(graphs: GraphHooks, moved: list[str], recapture: Recapture, d
     num_captured = graphs.num_captured()
     if not num_captured:
         done.graphs_reason = "no graphs are captured"
+        if recapture is not Recapture.NEVER:
+            _make_up_for(graphs, done)
         return
     if not moved and recapture is not Recapture.ALWAYS:
         done.graphs_kept, done.graphs_reason = num_captured, "no captured address moved"
@@ -147,6 +150,21 @@ def _settle_graphs(graphs: GraphHooks, moved: list[str], recapture: Recapture, d
         done.graphs_reason = f"{len(moved)} captured addresses moved (first: {moved[0]})"
     else:
         done.graphs_reason = "recapture=always"
+
+
+def _make_up_for(graphs: GraphHooks, done: Done) -> None:
+    """Capture graphs that an earlier recapture lost. Without them passes run all the same, only slower, so a
+    fault here is none of the weights'; they stay owed.
+    """
+    start = time.perf_counter()
+    try:
+        done.graphs_recaptured = graphs.capture_owed()
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        done.graphs_reason = f"graphs were lost before, and are not captured now either: {error}"
+        return
+    if done.graphs_recaptured:
+        done.graphs_reason = "they had been lost or put off"
+        done.recapture_s = time.perf_counter() - start
 
 
 def _undone(target: WeightTarget, write: Write, before: Mapping[str, int]) -> bool:

@@ -24,6 +24,10 @@ class GraphHooks(Protocol):
         """Capture every graph again; returns how many."""
         ...
 
+    def capture_owed(self) -> int:
+        """Capture what an earlier recapture lost or put off; returns how many, 0: nothing is owed."""
+        ...
+
 
 class NoGraphs:
     """Nothing is captured: a CPU, or graphs are off."""
@@ -38,4 +42,7 @@ class NoGraphs:
         return None
 
     def recapture(self) -> int:
+        return 0
+
+    def capture_owed(self) -> int:
         return 0

@@ -174,7 +174,8 @@ class Graphs:
         has_memory: whether all memory is there that captured passes touch, of which some may be released.
 
     Attributes:
-        is_owed: they were to be captured while memory was released, which is for whoever resumes it to do.
+        is_owed: they were to be captured while memory was released, or a capture failed; that is for whoever
+            resumes the memory, or writes weights next, to make up for.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Graphs:
     def capture(self) -> None:
         """Capture everything anew. The device must be idle. Old graphs are freed first, all of them.
 
-        Where that fails, none is left, and what was owed is owed still.
+        Where that fails, none is left, and they are owed.
         """
         self._free()
         torch.cuda.synchronize(self._stream.device)
@@ -201,16 +202,20 @@ class Graphs:
             with nothing_collected(), torch.inference_mode(), torch.cuda.stream(self._stream):
                 for runner in self._runners:
                     runner.capture(pool)
-        except BaseException:
+        except BaseException as error:
             self._free()  # some of the sizes of a runner are worse than none
+            self.is_owed = True
+            log.warning("graphs_lost", error=f"{error} ({type(error).__name__})", until="the next commit")
             raise
         self._stream.synchronize()
         self.is_owed = False
 
-    def capture_owed(self) -> None:
-        """Capture what was put off, if anything was and all memory is there by now."""
-        if self.is_owed and self._has_memory():
-            self.capture()
+    def capture_owed(self) -> int:
+        """Capture what was put off or lost, if anything was and its memory is there; how many passes."""
+        if not (self.is_owed and self._has_memory()):
+            return 0
+        self.capture()
+        return self.num_captured()
 
     def release(self) -> None:
         """Free every graph."""

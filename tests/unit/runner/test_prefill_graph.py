@@ -287,6 +287,11 @@ def test_a_capture_that_fails_leaves_no_graph(no_device, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         graphs.capture()
     assert graphs.num_captured() == 0
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.capture_owed()
+    graphs._runners[1].fails = False
+    assert graphs.capture_owed() == graphs.num_captured() == 4
+    assert graphs.capture_owed() == 0, "nothing is owed any more"
 
 
 def test_no_pass_is_captured_over_a_pool_without_memory(no_device, monkeypatch, tiny_llama_dir):

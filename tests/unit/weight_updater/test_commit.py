@@ -261,6 +261,35 @@ class FakeGraphs:
         self.num_recaptures += 1
         return 3
 
+    def capture_owed(self) -> int:
+        return 0
+
+
+class LostGraphs(FakeGraphs):
+    """A recapture that fails `num_faults` times; then none is captured until what is owed is."""
+
+    def __init__(self, target: TinyTarget, num_faults: int) -> None:
+        super().__init__(target)
+        self._num_faults = num_faults
+        self.is_owed = False
+
+    def num_captured(self) -> int:
+        return 0 if self.is_owed else 3
+
+    def moved(self) -> list[str]:
+        return [] if self.is_owed else super().moved()
+
+    def recapture(self) -> int:
+        self.is_owed = True
+        if self._num_faults:
+            self._num_faults -= 1
+            raise torch.OutOfMemoryError("no memory for graphs")
+        self.is_owed = False
+        return super().recapture()
+
+    def capture_owed(self) -> int:
+        return self.recapture() if self.is_owed else 0
+
 
 def test_graphs_are_kept_unless_asked_otherwise() -> None:
     target = TinyTarget()
@@ -274,6 +303,38 @@ def test_graphs_are_kept_unless_asked_otherwise() -> None:
     reply = push(updater, weights(3), recapture=Recapture.ALWAYS)
     assert (reply.graphs_kept, reply.graphs_recaptured, reply.graphs_reason) == (0, 3, "recapture=always")
     assert graphs.num_recaptures == 1
+
+
+def test_graphs_that_a_recapture_lost_are_captured_at_the_next_commit() -> None:
+    """Whatever became of that update: the engine would run uncaptured for good, and nobody would know."""
+    target = TinyTarget()
+    graphs = LostGraphs(target, num_faults=2)
+    updater = make_updater(target, graphs=graphs)
+    with pytest.raises(WeightsTorn, match="no memory for graphs"):
+        push(updater, weights(1), recapture=Recapture.ALWAYS)
+    reply = push(updater, weights(2))
+    assert (reply.graphs_kept, reply.graphs_recaptured) == (0, 0)
+    assert reply.graphs_reason == (
+        "graphs were lost before, and are not captured now either: no memory for graphs"
+    )
+    assert equal(target.values(), weights(2)), "which is no fault of the weights"
+    assert updater.torn_reason == ""
+    assert push(updater, weights(3), recapture=Recapture.NEVER).graphs_reason == "no graphs are captured"
+    reply = push(updater, weights(4))
+    assert (reply.graphs_recaptured, reply.graphs_reason) == (3, "they had been lost or put off")
+    assert reply.seconds.recapture > 0
+    assert push(updater, weights(5)).graphs_kept == 3
+
+
+def test_graphs_that_a_recapture_lost_are_captured_once_its_update_is_undone() -> None:
+    target = TinyTarget()
+    graphs = LostGraphs(target, num_faults=1)
+    updater = make_updater(target, device_staging=True, graphs=graphs)
+    with pytest.raises(UpdateRefused, match="it was undone, the old weights are live"):
+        push(updater, weights(1), recapture=Recapture.ALWAYS, keep_previous=True)
+    assert equal(target.values(), weights(0))
+    assert graphs.num_captured() == 3
+    assert push(updater, weights(2)).graphs_kept == 3
 
 
 def test_extra_memory_is_what_was_not_reserved_at_start() -> None:
