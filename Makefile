@@ -33,6 +33,14 @@ READY := $(STAMP)
 endif
 GPU_STAMP := $(VENV)/.set-up-gpu
 GPU_READY = $(if $(READY),$(GPU_STAMP))
+# Beside a GPU, PYTHON is taken as it is if it has all that is needed: a CUDA build of torch takes long to install.
+ifneq ($(filter gpu bench-gpu,$(MAKECMDGOALS)),)
+NEEDED := grpc_health.v1.health, grpc_reflection, msgspec, pydantic_settings, pytest, safetensors, torch, transformers
+ifeq ($(shell $(PYTHON) -c 'import $(NEEDED); print(bool(torch.version.cuda))' 2>/dev/null),True)
+RUN := $(PYTHON)
+READY :=
+endif
+endif
 ROWS ?=
 KIND ?=
 EXAMPLES ?= 200
@@ -134,7 +142,7 @@ load: $(READY)
 	$(RUN) -m tests.faults.load
 
 gpu: $(GPU_READY)
-	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu needs a CUDA device and a CUDA build of torch (SETUP=no PYTHON=... uses one that is there)")'
+	@$(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu needs a CUDA device and a CUDA build of torch (PYTHON=... uses one that is there)")'
 	@# Files side by side where pytest-xdist is there; then, by themselves, those that count free memory.
 	@side=$$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(GPU_JOBS) --dist loadfile --no-loadscope-reorder"); \
 	$(RUN) -m pytest -m 'gpu and not alone' $$side tests/gpu; first=$$?; \

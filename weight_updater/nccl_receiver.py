@@ -13,6 +13,7 @@ import torch
 from weight_updater.buckets import BucketPlan, Piece
 from weight_updater.device_copies import Copies, copies_to
 from weight_updater.device_sink import DeviceSink
+from weight_updater.errors import Reason, UpdateRefused
 from weight_updater.meeting import Member
 from weight_updater.nccl import Build, NcclGroup, Work, build_nccl
 from weight_updater.requests import InitGroup
@@ -100,16 +101,28 @@ class NcclReceiver:
         def wait_s() -> float:
             return timeout_s if limit is None else max(0.0, min(timeout_s, limit - time.monotonic()))
 
-        group.agree(plan, wait_s())
         with group.on_device():
-            _Buckets(self, group, plan, sink, set(wanted), wait_s).receive()
+            buckets = _Buckets(self, group, plan, sink, set(wanted), wait_s)
+            group.agree(plan, wait_s())
+            buckets.receive()
         group.finish(wait_s())
 
     def buffers(self, size: int) -> list[torch.Tensor]:
-        """Two device buffers of `size` bytes, for buckets that fit nowhere as they are."""
+        """Two device buffers of `size` bytes, for buckets that fit nowhere as they are.
+
+        Raises:
+            UpdateRefused (NO_MEMORY): the device has no room for them.
+        """
         if self._buffers.numel() != 2 * size:
             self._buffers = torch.empty(0, dtype=torch.uint8)
-            self._buffers = torch.empty(2 * size, dtype=torch.uint8, device=self._device)
+            try:
+                self._buffers = torch.empty(2 * size, dtype=torch.uint8, device=self._device)
+            except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+                raise UpdateRefused(
+                    Reason.NO_MEMORY,
+                    f"no room on {self._device} for two buffers of {size} bytes, which buckets need that do "
+                    f"not lie as the arena does; choose smaller bucket_bytes ({error})",
+                ) from error
         return list(self._buffers.view(2, size))
 
     def copies_of(self, sink: ByteSink) -> Copies:
@@ -145,7 +158,10 @@ class _Coming:
 
 
 class _Buckets:
-    """The buckets of one update: queues their broadcasts, and puts away what came into a buffer."""
+    """The buckets of one update: queues their broadcasts, and puts away what came into a buffer.
+
+    The buffers are taken here, before the other ranks count on this one.
+    """
 
     def __init__(
         self,
@@ -166,6 +182,13 @@ class _Buckets:
         self._coming: deque[_Coming] = deque()
         self._claimed: list[Piece] = []
         self._num_buffered = 0
+        self._straight = [self._place(bucket) for bucket in range(len(plan))]
+        self._buffers: list[torch.Tensor] = []
+        if any(place is None for place in self._straight):
+            size = min(plan.bucket_bytes, plan.total_bytes)
+            self._buffers = receiver.buffers(size)
+            if isinstance(sink, DeviceSink):
+                sink.extra_bytes += 2 * size
 
     def receive(self) -> None:
         """All of them. After an error the communicator is aborted, so that nothing comes late."""
@@ -189,14 +212,22 @@ class _Buckets:
                 self._sink.landed(self._claimed)
             self._sink.flush()
 
+    def _place(self, bucket: int) -> torch.Tensor | None:
+        """Where a bucket is received to as it is; None if it has to come into a buffer."""
+        if not isinstance(self._sink, DeviceSink):
+            return None
+        pieces = self._plan.pieces(bucket)
+        if not all(piece.tensor in self._wanted for piece in pieces):
+            return None
+        return self._sink.in_place(pieces, self._plan.size(bucket))
+
     def _start(self, bucket: int) -> None:
         pieces, size = self._plan.pieces(bucket), self._plan.size(bucket)
-        straight: torch.Tensor | None = None
-        if isinstance(self._sink, DeviceSink) and all(piece.tensor in self._wanted for piece in pieces):
-            straight = self._sink.in_place(pieces, size)
-            if straight is not None:
-                self._sink.claim(pieces)
-                self._claimed += pieces
+        straight = self._straight[bucket]
+        if straight is not None:
+            assert isinstance(self._sink, DeviceSink)
+            self._sink.claim(pieces)
+            self._claimed += pieces
         into = self._next_buffer()[:size] if straight is None else straight
         with self._copies.current():  # behind what was put away from the buffer
             work = self._group.broadcast(into, self._wait_s())
@@ -206,9 +237,8 @@ class _Buckets:
         """The one of two buffers whose bytes were put away first."""
         while sum(coming.data is not None for coming in self._coming) >= 2:
             self._settle()
-        size = min(self._plan.bucket_bytes, self._plan.total_bytes)
         self._num_buffered += 1
-        return self._receiver.buffers(size)[self._num_buffered % 2]
+        return self._buffers[self._num_buffered % 2]
 
     def _settle(self) -> None:
         """Wait for the oldest broadcast; put its bytes away if it came into a buffer."""

@@ -290,7 +290,7 @@ def bench(device: torch.device, *, tiny: bool, directory: Path | None = None) ->
 
 
 def roomy(tiny: bool) -> str:
-    """The temporary directory (a file system's page cache), if two checkpoints fit there; else /dev/shm, whose
+    """The temporary directory (a file system's page cache) if two checkpoints fit there. Else /dev/shm, whose
     pages are small and read more slowly, if a segment fits beside them.
     """
     checkpoint = (1 << 20) if tiny else 17 * 10**9

@@ -19,7 +19,7 @@ from tests.benchmarks.gpu.goals import BY_NAME, GOALS
 from tests.benchmarks.gpu.model import QWEN3_8B
 from tests.benchmarks.gpu.results import line, merge
 from tests.benchmarks.gpu.rows_ipc import largest_gap
-from tests.benchmarks.gpu.supervise import Outcome, Report, supervise
+from tests.benchmarks.gpu.supervise import END_S, GRACE_S, TOTAL_S, Outcome, Report, supervise
 from tests.holdings import born
 
 COPY_BYTES_PER_S, FLOPS = 4.24e12, 7e14
@@ -122,6 +122,10 @@ def test_a_failing_row_ends_with_1_and_keeps_the_others(
     assert outcome.others == {"disk": "FAILED: RuntimeError: no such luck"}
     assert (list(outcome.lines), outcome.num_failures) == (["decode_1"], 1)
     assert outcome.title.startswith("CPU, torch ")
+
+
+def test_a_call_ends_within_eight_minutes():
+    assert TOTAL_S + GRACE_S + END_S <= 480
 
 
 def supervised(rows: list[str], seconds: float, tmp_path: Path, **options: float) -> Outcome:

@@ -328,3 +328,45 @@ def make_rank_0(port: int, build: Callable[..., Any]) -> NcclGroup:
 
     listener: socket.socket = listen(LOOPBACK, port)
     return NcclGroup(Member("g", LOOPBACK, port, 0, 2, 1.0, "nccl"), CPU, listener, build=build)
+
+
+def test_memory_for_buckets_that_fit_nowhere_is_told(world, monkeypatch):
+    target, new = TinyTarget(), weights(6)
+    manifest = manifest_of(new)
+    with world.join(monkeypatch) as sender:
+        for bucket_bytes in (256, 512):
+            sink = sink_for(target, manifest)
+            sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), bucket_bytes)
+            receive(world, sink, bucket_bytes)
+            sending.result()
+            assert sink.extra_bytes == 2 * bucket_bytes
+            assert_stored(sink, target, new)
+        alike = {NORM: new[NORM]}
+        plan = plan_update(target, manifest_of(alike), partial=True, merged=False)
+        sink = DeviceSink(
+            plan, target.arena, target.buffer, hashing=True, find_nonfinite=True, copies=LateCopies()
+        )
+        sending = world.pool.submit(sender.broadcast, plan.manifest, list(alike.values()), 256)
+        receive(world, sink, 256)
+        sending.result()
+        assert sink.extra_bytes == 0, "it came to where it belongs"
+
+
+def test_without_memory_for_buckets_nothing_is_broadcast(world, monkeypatch):
+    target, new = TinyTarget(), weights(6)
+    manifest, taken = manifest_of(new), torch.empty
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        if size == (2 * 512,):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return taken(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    with world.join(monkeypatch) as sender:
+        sending = world.pool.submit(sender.broadcast, manifest, list(new.values()), 512)
+        with pytest.raises(UpdateRefused, match=r"two buffers of 512 bytes.* smaller bucket_bytes") as no:
+            receive(world, sink_for(target, manifest), 512)
+        with pytest.raises(UpdateRefused, match="two buffers of 512 bytes"):
+            sending.result(timeout=10)
+    assert no.value.reason is Reason.NO_MEMORY
+    assert world.wire.sent == []
