@@ -34,7 +34,7 @@ def resolve_backend(name: str, shape: AttentionShape) -> str:
         return "flashinfer"
     if name == "flashinfer":
         raise ConfigError(f"attention_backend is 'flashinfer', but {obstacle}; use 'torch' or 'auto'")
-    log.warning("attention_falls_back", backend="torch", cuda_graphs=False, because=obstacle)
+    log.warning("attention_falls_back", backend="torch", decode_graphs=False, because=obstacle)
     return "torch"
 
 

@@ -27,6 +27,7 @@ from tests.unit.weight_updater.tiny_target import (
     weights,
     whole,
 )
+from weight_updater import pinned
 from weight_updater.arena import Arena, SlotSpec, StorageSpec, WeightTarget
 from weight_updater.checksum import checksum
 from weight_updater.device_copies import ring_to
@@ -289,7 +290,15 @@ def test_page_locked_memory_is_taken_once(tmp_path):
     assert ring_to(target.buffer.device) is ring
 
 
-def test_a_segment_is_registered_once_and_until_it_is_released_or_removed():
+def test_a_segment_is_registered_once_and_until_it_is_released_or_removed(monkeypatch):
+    registered: list[bool] = []
+
+    def register(data, device):
+        registered.append(pinned_register(data, device))
+        return registered[-1]
+
+    pinned_register = pinned.register
+    monkeypatch.setattr(pinned, "register", register)
     target, updater = TinyTarget(device=DEVICE), None
     updater = make_updater(target, device_staging=True)
     new = weights(15)
@@ -309,9 +318,14 @@ def test_a_segment_is_registered_once_and_until_it_is_released_or_removed():
         for _ in range(3):
             send(segment)
             assert num_mappings(segment.descriptor.name) == 2  # the creator's own, and the updater's
+        assert registered == [True]
+        (held,) = updater._receivers._segments._held.values()
+        assert held.data.is_pinned()
+        del held
         assert updater.release([segment.descriptor.allocation_id, "unknown"]) == 1
         wait_for_mappings(segment, 1)
         send(segment)
+        assert registered == [True, True]
         segment.unlink()
         updater.tick(time.monotonic())
         wait_for_mappings(segment, 1)

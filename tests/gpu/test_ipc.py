@@ -89,6 +89,20 @@ def test_a_trainer_that_moves_its_weights(gpu_engine, trainer):
     )
 
 
+def test_memory_that_does_not_begin_as_its_trainer_says_is_not_read(gpu_engine, trainer):
+    trainer.ask("train", seed=14)
+    pushed = trainer.ask("push", staging="none")
+    assert_live(gpu_engine, trainer, pushed)
+    before = gpu_engine.weights.checksums().by_name
+    trainer.ask("train", seed=15)
+    reason, message = trainer.ask("push_wrong_probe")
+    assert reason == "MEMORY_UNAVAILABLE"
+    assert "bytes" in message
+    assert gpu_engine.weights.checksums().by_name == before
+    assert gpu_engine.rollout.info().state.weight_version == pushed["version"]
+    assert_live(gpu_engine, trainer, trainer.ask("push", staging="none"))
+
+
 @pytest.mark.case("B097")
 def test_release_unmaps(gpu_engine, trainer):
     trainer.ask("train", seed=12)

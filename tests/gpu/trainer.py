@@ -151,6 +151,24 @@ class Trainer:
             lending.close()
         return ""
 
+    def push_wrong_probe(self) -> list[str]:
+        """Say that an allocation begins with other bytes than it does; the refusal's reason and words."""
+        source = ModuleSource(self._model)
+        lending = CudaLending()
+        manifest = source.manifest(checksums=False)
+        lent = lending.lend(source, manifest)
+        first, *others = lent.probed()
+        regions = [replace(first, probe_checksum=first.probe_checksum ^ 1), *others]
+        update = BeginUpdate(path=Way.IPC, manifest=manifest, staging=Staging.NONE, skip_checksums=True)
+        try:
+            self._client.update_from_ipc(update, regions, lent.placements)
+        except RollsyncError as error:
+            return [error.reason, error.message]
+        finally:
+            self._client.release(sorted(lending.allocation_ids))
+            lending.close()
+        return []
+
     def checksums(self) -> dict[str, int]:
         """Of the tensors as sent in bfloat16, worked out on the CPU."""
         return {n: checksum(t.cpu().to(torch.bfloat16)) for n, t in ModuleSource(self._model)}
