@@ -57,6 +57,7 @@ class DeviceSink(Sink):
             # Allocated here, on the loop, not while bytes arrive.
             largest = max(plan.manifest.tensors[index].nbytes for index in casts)
             self._cast_scratch = destination.new_empty(min(CAST_BYTES, -(-largest // 8) * 8))
+            self.extra_bytes += self._cast_scratch.numel()
             for index in casts:
                 if index in plan.twins:
                     self._scratch_of_twin(index)
