@@ -80,10 +80,19 @@ class Bench:
         return list(completion.token_ids)
 
     def note_greedy(self) -> None:
-        """Keep what an engine answers whose weights came by updates, to compare with a fresh engine's."""
-        if self.engines.running is not None and not self.greedy_after_updates:
-            self.ensure_live()
-            self.greedy_after_updates = self.greedy()
+        """Keep what an engine answers whose weights came by updates, to compare with a fresh engine's; the
+        next one whose did must answer the same.
+        """
+        if self.engines.running is None:
+            return
+        self.ensure_live()
+        tokens = self.greedy()
+        if self.greedy_after_updates not in ([], tokens):
+            raise AssertionError(
+                f"greedy tokens after updates are {tokens}; those of an engine before, whose weights came by "
+                f"others, were {self.greedy_after_updates}"
+            )
+        self.greedy_after_updates = tokens
 
     def tidy(self, *, failed: bool) -> None:
         """After a row: the weights as drawn. After one that failed: no update left open, and no engine

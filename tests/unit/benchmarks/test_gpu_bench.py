@@ -17,7 +17,7 @@ from tests.benchmarks.gpu.bench import Bench, NotHereError
 from tests.benchmarks.gpu.floors import decode_rate
 from tests.benchmarks.gpu.goals import BY_NAME, GOALS
 from tests.benchmarks.gpu.model import QWEN3_8B
-from tests.benchmarks.gpu.results import line, merge
+from tests.benchmarks.gpu.results import RESULTS, line, merge
 from tests.benchmarks.gpu.rows_ipc import largest_gap
 from tests.benchmarks.gpu.supervise import END_S, GRACE_S, TOTAL_S, Outcome, Report, supervise
 from tests.holdings import born
@@ -78,6 +78,15 @@ def test_results_merge_by_what_they_measure(tmp_path: Path) -> None:
     assert (disk["value"], disk["floor"], disk["met"], disk["note"]) == (0.35, 0.3, True, "again")
     assert {"unit", "goal", "date", "versions"} <= disk.keys()
     assert {"torch", "flashinfer", "driver", "python"} <= disk["versions"].keys()
+
+
+def test_every_goal_has_a_result() -> None:
+    found = [
+        item for name in ("h200.json", "h200x2.json") for item in json.loads((RESULTS / name).read_text())
+    ]
+    assert {item["name"] for item in found} == BY_NAME.keys()
+    assert all(item["goal"] == BY_NAME[item["name"]].goal for item in found)
+    assert all(isinstance(item["met"], bool) and item["value"] >= 0 and item["date"] for item in found)
 
 
 def test_floors_of_decoding_follow_from_reads_and_products() -> None:
