@@ -19,7 +19,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, TextIO
 
@@ -29,6 +30,8 @@ Level = Literal["debug", "info", "warning", "error"]
 REDACTED = "[redacted]"
 OWN_KEYS = ("time", "level", "process", "event", "logger", "exception")
 """Keys of a line that no field may take; a field of such a name gets an underscore after it."""
+AGAIN_S = 10.0
+"""How often what takes long says that it goes on."""
 
 
 class Log:
@@ -52,6 +55,26 @@ class Log:
     def exception(self, event: str, error: BaseException, /, **fields: Any) -> None:
         """An error with its traceback."""
         self._log(logging.ERROR, event, fields, error)
+
+    @contextmanager
+    def repeating(self, event: str, /, **fields: Any) -> Iterator[None]:
+        """An event of something that may take long: now, and while the block runs every AGAIN_S seconds
+        with the seconds so far.
+        """
+        started, ended = time.monotonic(), threading.Event()
+
+        def again() -> None:
+            while not ended.wait(AGAIN_S):
+                self.info(event, **fields, so_far_s=round(time.monotonic() - started))
+
+        self.info(event, **fields)
+        thread = threading.Thread(target=again, name=event, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def _log(
         self, level: int, event: str, fields: dict[str, Any], error: BaseException | None = None

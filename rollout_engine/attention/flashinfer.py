@@ -51,9 +51,10 @@ class FlashInferBackend(AttentionBackend):
     def warm_up(self) -> None:
         """Compile the kernels of this model's shapes, or load them from FlashInfer's cache."""
         started = time.monotonic()
-        log.info("attention_loading", backend="flashinfer", note="compiled at first use: about a minute")
         one = np.ones(1, dtype=np.int32)
-        self._plan(starts_of(one), one, np.zeros(1, dtype=np.int32), one)
+        note = "compiled at first use: about a minute"
+        with log.repeating("attention_loading", backend="flashinfer", note=note):
+            self._plan(starts_of(one), one, np.zeros(1, dtype=np.int32), one)
         log.info("attention_ready", backend="flashinfer", seconds=round(time.monotonic() - started, 1))
 
     def plan(self, batch: ForwardBatch) -> None:

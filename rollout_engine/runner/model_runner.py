@@ -183,12 +183,14 @@ class ModelRunner:
         if self.config.cuda_graphs:
             self.decode_graph = self._decode_graph_runner()
             self.prefill_graph = self._prefill_graph_runner()
-        log.info("kernels_loading", note="compiled at first use on a machine: some seconds")
-        if runners := [runner for runner in (self.decode_graph, self.prefill_graph) if runner is not None]:
-            self.graphs = Graphs(runners, self.forward_stream, self._has_memory)
-            self.graphs.capture()
-        with torch.inference_mode(), torch.cuda.stream(self.forward_stream):
-            warm_up(self)
+        with log.repeating("kernels_loading", note="compiled at first use on a machine: some seconds"):
+            if runners := [
+                runner for runner in (self.decode_graph, self.prefill_graph) if runner is not None
+            ]:
+                self.graphs = Graphs(runners, self.forward_stream, self._has_memory)
+                self.graphs.capture()
+            with torch.inference_mode(), torch.cuda.stream(self.forward_stream):
+                warm_up(self)
 
     def _decode_graph_runner(self) -> DecodeCudaGraphRunner | None:
         sizes = [size for size in self.config.capture_batch_sizes if size <= self.max_running]

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from datetime import datetime
@@ -147,6 +148,28 @@ def test_exceptions_that_nobody_catches_are_logged(lines):
     assert "ValueError" in second["exception"]
 
 
+def test_what_takes_long_says_that_it_goes_on_until_it_ends(caplog, monkeypatch):
+    monkeypatch.setattr(logs, "AGAIN_S", 0.01)
+
+    def compile_and_fail() -> None:
+        with log.repeating("attention_loading", backend="flashinfer"):
+            deadline = time.monotonic() + 30
+            while len(caplog.records) < 3 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            raise RuntimeError("no compiler")
+
+    with caplog.at_level("INFO"):
+        with pytest.raises(RuntimeError, match="no compiler"):
+            compile_and_fail()
+        assert not [one for one in threading.enumerate() if one.name == "attention_loading"]
+    first, *again = [record.fields for record in caplog.records]
+    assert first == {"backend": "flashinfer"}
+    assert len(again) >= 2
+    assert all(fields.keys() == {"backend", "so_far_s"} for fields in again)
+    assert [fields["so_far_s"] for fields in again] == sorted(fields["so_far_s"] for fields in again)
+    assert {record.event for record in caplog.records} == {"attention_loading"}
+
+
 def test_others_handlers_get_a_sentence(caplog):
     with caplog.at_level("INFO"):
         log.info("update_committed", version=7)
@@ -162,7 +185,7 @@ def test_the_docs_have_every_event_and_no_other():
         for package in ("rollout_engine", "weight_updater")
         for path in (ROOT / package).rglob("*.py")
     )
-    logged = set(re.findall(r'\blog\.(?:debug|info|warning|error|exception)\(\s*"(\w+)"', code))
+    logged = set(re.findall(r'\blog\.(?:debug|info|warning|error|exception|repeating)\(\s*"(\w+)"', code))
     logged |= set(re.findall(r'extra=\{"event": "(\w+)"', code))
     logged |= set(re.findall(r'"(\w+)" if state == "paused" else "(\w+)", \*\*fields', code)[0])
     logged |= {"update_committed", "update_rolled_back"}  # f"update_{record.end}"
