@@ -119,10 +119,12 @@ def be_child(copy: Path, tests: Sequence[str], folder: Path, *, stop: bool) -> N
         temporary = folder / "t"
         temporary.mkdir()
         # A broken line may not outlive its run in a cache of bytecode.
-        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(temporary)}
+        os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(temporary)}
+        packages = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(copy), *elsewhere(packages, copy)])
         tempfile.tempdir, sys.dont_write_bytecode = None, True
         os.chdir(copy)
-        sys.path[:] = [str(copy), *(p for p in sys.path if p and Path(p).resolve() not in (ROOT, copy))]
+        sys.path[:] = [str(copy), *elsewhere(sys.path, copy)]
         for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
             del sys.modules[name]
         importlib.invalidate_caches()
@@ -139,6 +141,11 @@ def be_child(copy: Path, tests: Sequence[str], folder: Path, *, stop: bool) -> N
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def elsewhere(paths: Sequence[str], copy: Path) -> list[str]:
+    """Those of a search path's folders that hold neither the repository nor a copy of it."""
+    return [path for path in paths if path and Path(path).resolve() not in (ROOT, copy)]
 
 
 def is_in(origin: str | None, folder: Path) -> bool:

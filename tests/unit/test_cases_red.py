@@ -13,7 +13,7 @@ import pytest
 
 from tests.cases_red import GREEN, Mutation, find_line, read_mutations, verdict
 from tests.cases_table import read_cases
-from tests.red_runs import ROOT, belongs
+from tests.red_runs import ROOT, belongs, elsewhere
 
 MUTATIONS = read_mutations()
 TEST = "tests/a.py::test_a"
@@ -55,6 +55,11 @@ def test_a_line_counts_where_it_stands_once():
     assert find_line("if x:\nif x:\n", "if x:") is None
     assert find_line("f(a), f(a)\n", "f(a)") is None
     assert find_line("", "f(a)") is None
+
+
+def test_a_copy_finds_installed_packages_and_no_other_copy(tmp_path):
+    installed = str(tmp_path / "site")
+    assert elsewhere([str(ROOT), installed, "", str(tmp_path / "copy")], tmp_path / "copy") == [installed]
 
 
 def test_what_a_test_names():
