@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from weight_updater.updater import WeightUpdater
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("two_gpus")]
 
 ENGINE, TRAINER = torch.device("cuda:0"), torch.device("cuda:1")
+BACKEND = "nccl"
 LOOPBACK = "127.0.0.1"
 Tensors = dict[str, torch.Tensor]
 
@@ -37,8 +40,8 @@ def joined(updater: WeightUpdater, timeout_s: float = 30.0) -> Iterator[SenderGr
     with ThreadPoolExecutor(1) as pool:
         request = InitGroup("g", LOOPBACK, port, 1, 2, timeout_s=timeout_s)
         joining = pool.submit(updater.groups.init, request)
-        sender = SenderGroup("g", LOOPBACK, port, 2, timeout_s, backend="nccl", device=TRAINER)
-        assert joining.result() == "nccl"
+        sender = SenderGroup("g", LOOPBACK, port, 2, timeout_s, backend=BACKEND, device=TRAINER)
+        assert joining.result() == BACKEND
     try:
         yield sender
     finally:
@@ -184,6 +187,61 @@ def test_an_abort_ends_a_receive_under_way():
         torch.cuda.synchronize(ENGINE)
     for name in SHAPES:
         assert torch.equal(target.slot(name).cpu(), before[name])
+
+
+SENDER = """
+import sys, time, torch
+from tests.unit.weight_updater.tiny_target import manifest_of, weights
+from weight_updater.groups import SenderGroup
+
+port, backend, device = int(sys.argv[1]), sys.argv[2], torch.device(sys.argv[3])
+new = weights(9)
+
+def tensors():
+    # Buckets hold two or three of them: the first is on its way when the last one is asked for.
+    *first, last = [value.to(device) for value in new.values()]
+    yield from first
+    print("stopped", flush=True)
+    time.sleep(60)
+
+with SenderGroup("g", "127.0.0.1", port, 2, 30.0, backend=backend, device=device) as group:
+    print("joined", flush=True)
+    group.broadcast(manifest_of(new), tensors(), 256)
+"""
+
+
+@pytest.mark.case("B084")
+def test_a_sender_killed_between_two_broadcasts_is_noticed_and_a_relaunched_one_is_joined():
+    target, new = TinyTarget(device=ENGINE), weights(10)
+    before = {name: value.cpu() for name, value in target.values().items()}
+    with updater_of(target) as updater, ThreadPoolExecutor(1) as pool:
+        with listen(LOOPBACK, 0) as probe:
+            port = int(probe.getsockname()[1])
+        joining = pool.submit(updater.groups.init, InitGroup("g", LOOPBACK, port, 1, 2, timeout_s=30.0))
+        command = [sys.executable, "-c", SENDER, str(port), BACKEND, str(TRAINER)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sender:
+            try:
+                assert sender.stdout is not None
+                assert sender.stdout.readline() == "joined\n"
+                assert joining.result() == BACKEND
+                update_id = begin(updater, weights(9), Staging.DEVICE, 256)
+                receiving = pool.submit(run, updater, update_id, 20.0)
+                assert sender.stdout.readline() == "stopped\n"
+                sender.kill()
+                started = time.monotonic()
+                with pytest.raises(UpdateRefused) as refused:
+                    receiving.result()
+                assert refused.value.reason is Reason.PEER_LOST
+                assert time.monotonic() - started < 10.0
+            finally:
+                sender.kill()
+        assert updater.groups.names == []
+        for name in SHAPES:
+            assert torch.equal(target.slot(name).cpu(), before[name])
+        with joined(updater) as relaunched:
+            push(updater, relaunched, new, Staging.DEVICE, 256)
+        for name in SHAPES:
+            assert torch.equal(target.slot(name).cpu(), new[name])
 
 
 @pytest.mark.case("B025")
