@@ -76,14 +76,17 @@ class OneEngine:
         """
         give_up = time.monotonic() + COMMIT_RETRY_S
         begun = self._begun()
-        while True:
-            try:
-                reply = self._whole(update) if begun is None else self._rest(begun, update)
-                break
-            except RollsyncError as error:
-                self._check_may_retry(error, give_up, begun)
-                time.sleep(RETRY_PAUSE_S)
-                begun = None
+        with ExitStack() as on_failure:
+            on_failure.callback(self._sender.cancel)
+            while True:
+                try:
+                    reply = self._whole(update) if begun is None else self._rest(begun, update)
+                    break
+                except RollsyncError as error:
+                    self._check_may_retry(error, give_up, begun)
+                    time.sleep(RETRY_PAUSE_S)
+                    begun = None
+            on_failure.pop_all()
         if reply is not None:
             next_version = self._next_version(begun) or reply.brought_version
             verify = not self._update.skip_checksums

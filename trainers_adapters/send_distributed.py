@@ -1,10 +1,14 @@
-"""The distributed path, sending side: rank 0 of a process group broadcasts while the engines receive."""
+"""The distributed path, sending side: rank 0 of a process group broadcasts while the engines receive.
+
+One engine alone begins, receives and commits in one call, beside which the broadcast starts at once. Several
+engines take a call for each step, so that none commits before all have voted.
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, ClassVar
 
@@ -13,15 +17,18 @@ import torch
 from trainers_adapters import push_ends
 from trainers_adapters.clients import WeightsClient
 from trainers_adapters.errors import RollsyncError
-from trainers_adapters.push_ends import tell_all
-from trainers_adapters.sending import Outgoing, Sender
+from trainers_adapters.push_ends import fail, is_unknown, tell_all
+from trainers_adapters.sending import Outgoing, Sender, settle_stream
+from weight_updater.errors import Reason, UpdateError
 from weight_updater.groups import SenderGroup
 from weight_updater.meeting import listen
 from weight_updater.nccl import NCCL_BUCKET_BYTES
 from weight_updater.packing import PackedBytes
-from weight_updater.requests import BeginReply, InitGroup, Path, UpdateReply
+from weight_updater.requests import BeginReply, BeginUpdate, InitGroup, Path, UpdateReply
 
 CPU = torch.device("cpu")
+LOST = (Reason.PEER_LOST, Reason.TIMEOUT)
+"""What a rank says that waited for another one."""
 
 
 class BroadcastGroup(Sender):
@@ -59,6 +66,8 @@ class BroadcastGroup(Sender):
         self._group: SenderGroup | None = None
         self._name = ""
         self._members: tuple[WeightsClient, ...] = ()
+        self._thread: ThreadPoolExecutor | None = None  # lives as long as the group
+        self._sending: tuple[Outgoing, Future[None]] | None = None  # beside the one call of a push
 
     def stage(self, outgoing: Outgoing, clients: Sequence[WeightsClient]) -> dict[str, Any]:
         if self._group is None or self._members != tuple(clients):
@@ -82,6 +91,7 @@ class BroadcastGroup(Sender):
             return client.init_group(request, timeout_s=self._timeout_s + 5)
 
         self._members = clients
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
         with ThreadPoolExecutor(len(clients)) as pool:
             joining = [pool.submit(join, rank, client) for rank, client in enumerate(clients, start=1)]
             try:
@@ -106,12 +116,51 @@ class BroadcastGroup(Sender):
     def send(self, client: WeightsClient, begun: BeginReply, outgoing: Outgoing) -> UpdateReply:
         return client.update_from_distributed(begun.update_id, self._name, timeout_s=outgoing.seconds_left)
 
+    def in_one_call(
+        self, client: WeightsClient, update: BeginUpdate, outgoing: Outgoing
+    ) -> UpdateReply | None:
+        """An engine that refuses to begin costs the group, since the broadcast waits for it already."""
+        sending = self._broadcast_of(outgoing, update.bucket_bytes)
+        try:
+            reply = client.update_from_distributed(update, self._name, timeout_s=outgoing.seconds_left)
+        except RollsyncError as error:
+            if is_unknown(error) or error.reason == "MANIFEST_UNKNOWN":
+                raise  # and called again, perhaps
+            self._leave()
+            if error.reason in LOST and (own := _own_fault(sending)) is not None:
+                fail("UpdateWeightsFromDistributed on the trainer", own)
+            raise
+        if sending.exception() is not None:  # the engine has all bytes, and made them live
+            self._leave()
+        return reply
+
+    def _broadcast_of(self, outgoing: Outgoing, bucket_bytes: int) -> Future[None]:
+        """The one of this push, however often its call is repeated."""
+        if self._sending is None or self._sending[0] is not outgoing:
+            settle_stream()  # before another thread reads the source
+            assert self._thread is not None
+            self._sending = outgoing, self._thread.submit(self._broadcast_alone, outgoing, bucket_bytes)
+        return self._sending[1]
+
+    def _broadcast_alone(self, outgoing: Outgoing, bucket_bytes: int) -> None:
+        """THREAD. Nobody looks at it while the engine's call lasts, so the engine must hear of a failure."""
+        group = self._group
+        assert group is not None
+        try:
+            self._broadcast(outgoing, bucket_bytes)
+        except BaseException:
+            group.close()
+            raise
+
     def beside(self, begun: BeginReply, outgoing: Outgoing) -> None:
+        self._broadcast(outgoing, begun.bucket_bytes)
+
+    def _broadcast(self, outgoing: Outgoing, bucket_bytes: int) -> None:
         assert self._group is not None
         tensors: Iterable[torch.Tensor] | PackedBytes = (tensor for _, tensor in outgoing.source)
         if outgoing.resident is not None and self._backend == "gloo":
             tensors = outgoing.resident
-        self._group.broadcast(outgoing.manifest, tensors, begun.bucket_bytes)
+        self._group.broadcast(outgoing.manifest, tensors, bucket_bytes)
 
     def cancel(self) -> None:
         self._leave()
@@ -124,10 +173,19 @@ class BroadcastGroup(Sender):
         group, self._group = self._group, None
         if group is not None:
             group.close()
+        thread, self._thread, self._sending = self._thread, None, None
+        if thread is not None:
+            thread.shutdown()  # a broadcast ends with its group; from here on nothing reads the source
         members, self._members = self._members, ()
         tell_all(
             members, lambda client: client.destroy_group(self._name, timeout_s=push_ends.ABORT_TIMEOUT_S)
         )
+
+
+def _own_fault(sending: Future[None]) -> BaseException | None:
+    """What ended a broadcast, if that was not what became of an engine."""
+    error = sending.exception()
+    return None if isinstance(error, UpdateError) and error.reason in LOST else error
 
 
 def _free_port(address: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
 from typing import Any
@@ -38,7 +38,8 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
         self.committed: dict[str, wpb.UpdateWeightsResponse] = {}
         self.ipc: list[wpb.UpdateWeightsFromIpcRequest] = []
         self.knows_lent = False  # what was lent by handle before
-        self.loses_reply = False  # of the next commit in an ipc call
+        self.loses_reply = False  # of the next commit in a call that does more than commit
+        self.received: Callable[[], bool] = lambda: True  # waits for a broadcast: whether all of it came
         self.delay_s = 0.0
         self.slow: set[str] = set()  # methods that answer once the update is aborted, or never if that is one
         self.let_go = threading.Event()
@@ -221,6 +222,9 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
             self._read_segment(request.handles[0].posix_shm)
         if not (request.commit or request.HasField("begin")):
             return self._reply(wpb.UPDATE_STATE_RECEIVED)
+        return self._commit_and_reply(update_id, context)
+
+    def _commit_and_reply(self, update_id: str, context: Any) -> wpb.UpdateWeightsResponse:
         reply = self._commit(update_id)
         if self.loses_reply:
             self.loses_reply = False
@@ -236,7 +240,17 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer, weights_pb2_grpc.WeightsServi
 
     def UpdateWeightsFromDistributed(self, request: Any, context: Any) -> wpb.UpdateWeightsResponse:
         self._enter("UpdateWeightsFromDistributed", context)
-        return self._reply(wpb.UPDATE_STATE_RECEIVED)
+        update_id = request.update_id or request.begin.update_id
+        if update_id in self.committed:
+            return self.committed[update_id]
+        if request.HasField("begin"):
+            self._begin(request.begin, context)
+        if not self.received():
+            self.open = None
+            self._refuse(context, grpc.StatusCode.ABORTED, "PEER_LOST", "rank 0 gave up")
+        if not request.HasField("begin"):
+            return self._reply(wpb.UPDATE_STATE_RECEIVED)
+        return self._commit_and_reply(update_id, context)
 
     def _unpack(self, start: int, data: bytes) -> None:
         offsets, _ = self.open["manifest"].packed_offsets()

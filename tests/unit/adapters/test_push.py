@@ -357,6 +357,6 @@ def test_an_engines_error_ends_the_broadcast(module, engines, clients, monkeypat
 def test_the_broadcasts_error_ends_the_update(module, engines, clients, monkeypatch):
     monkeypatch.setattr(FakeGroup, "fails", OSError("connection closed by peer"))
     with BroadcastGroup() as group, pytest.raises(OSError, match="closed by peer"):
-        push_weights(ModuleSource(module), clients[0], via=group)
-    assert engines[0].version == 0
-    assert engines[0].open is None
+        push_weights(ModuleSource(module), clients, via=group)
+    assert [engine.version for engine in engines] == [0, 0]
+    assert [engine.open for engine in engines] == [None, None]
