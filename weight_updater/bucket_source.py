@@ -1,4 +1,4 @@
-"""Where rank 0 of a group takes the bytes of its buckets from."""
+"""The buckets of rank 0 of a group, and where it takes their bytes from."""
 
 from __future__ import annotations
 
@@ -104,3 +104,39 @@ class FromTensors:
         if self._on_cpu:
             self._array = self._bytes.numpy()
         self._taken += 1
+
+
+class Buckets:
+    """The buckets of one update, in two halves of one buffer that take turns. The first is filled from the
+    start: by the time that all ranks agree on the sizes it can go.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, tensors: Iterable[torch.Tensor] | PackedBytes, device: torch.device
+    ) -> None:
+        self._plan = plan
+        half = min(plan.bucket_bytes, plan.total_bytes)
+        self._halves = torch.zeros(2, half, dtype=torch.uint8, device=device)
+        self._source: BytesFrom = (
+            FromMemory(plan, tensors)
+            if isinstance(tensors, PackedBytes)
+            else FromTensors(plan, tensors, on_cpu=self._halves.is_cpu)
+        )
+        self._num_filled = 0
+        if len(plan):
+            self.filled(0)
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def filled(self, bucket: int) -> torch.Tensor:
+        """The bytes of a bucket ([n] uint8), which comes next or came last; what was in its half is gone."""
+        data = self._halves[bucket % 2][: self._plan.size(bucket)]
+        if bucket == self._num_filled:
+            self._source.fill(bucket, data)
+            self._num_filled += 1
+        return data
+
+    def finish(self) -> None:
+        """After the last bucket: that no more was to come. Raises UpdateRefused (MANIFEST_MISMATCH)."""
+        self._source.finish()

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from weight_updater import nccl
-from weight_updater.bucket_source import BytesFrom, FromMemory, FromTensors
-from weight_updater.buckets import BucketPlan, plan_buckets
+from weight_updater.bucket_source import Buckets
+from weight_updater.buckets import plan_buckets
 from weight_updater.errors import Reason, UpdateError, UpdateRefused
 from weight_updater.gloo import GlooGroup
 from weight_updater.gloo_parent import ChildGroup
@@ -238,19 +238,18 @@ class SenderGroup:
                     f"group {self._group.member.group_name!r} was closed ({self._ended_by}); make it anew",
                 )
             plan = plan_buckets(manifest, bucket_bytes)
+            with self._ending_on_failure(), self._group.on_device():
+                buckets = Buckets(plan, tensors, self._group.device)
             try:
                 self._group.agree(plan, self._timeout_s)
             except UpdateRefused as error:
                 if error.reason is not Reason.MANIFEST_MISMATCH:
                     self._end(error)
                 raise
-            try:
+            with self._ending_on_failure():
                 with self._group.on_device():
-                    self._send(plan, tensors)
+                    self._send(buckets)
                 self._group.finish(self._timeout_s)
-            except BaseException as error:
-                self._end(error)
-                raise
 
     def close(self) -> None:
         """Leave the group; harmless twice. ANY THREAD: a running broadcast, and engines that wait for it,
@@ -272,16 +271,17 @@ class SenderGroup:
         self._group.abort(str(error) or type(error).__name__)
         self._group.close(linger_s=1.0)  # time for the engines to read why
 
-    def _send(self, plan: BucketPlan, tensors: Iterable[torch.Tensor] | PackedBytes) -> None:
+    @contextlib.contextmanager
+    def _ending_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _send(self, buckets: Buckets) -> None:
         """Fill one half while the other travels."""
         group, timeout_s = self._group, self._timeout_s
-        half = min(plan.bucket_bytes, plan.total_bytes)
-        halves = torch.zeros(2, half, dtype=torch.uint8, device=group.device)
-        source: BytesFrom = (
-            FromMemory(plan, tensors)
-            if isinstance(tensors, PackedBytes)
-            else FromTensors(plan, tensors, on_cpu=halves.is_cpu)
-        )
         travelling: deque[tuple[int, Any]] = deque()
 
         def arrive(num_left: int) -> None:
@@ -293,13 +293,12 @@ class SenderGroup:
                     del work  # it holds the store: its port would be taken as long as an error lives
 
         try:
-            for bucket in range(len(plan)):
+            for bucket in range(len(buckets)):
                 arrive(1)  # the other half's; this one is free
-                data = halves[bucket % 2][: plan.size(bucket)]
-                source.fill(bucket, data)
+                data = buckets.filled(bucket)
                 arrive(group.in_flight - 1)
                 travelling.append((bucket, group.broadcast(data, timeout_s)))
-            source.finish()
+            buckets.finish()
             arrive(0)
         finally:
             travelling.clear()

@@ -15,6 +15,7 @@ import torch
 from tests.unit.weight_updater.gloo_ends import (
     LOOPBACK,
     FakeSink,
+    assert_arrived,
     eventually,
     free_port,
     group_children,
@@ -53,6 +54,27 @@ def test_only_what_is_needed_reaches_the_sink(registry, pool) -> None:
         from_distributed.receive(FromDistributed("u", "g"), manifest, sink, registry, needed=[1, 3])
         sending.result()
         assert sink.num_bytes == tensors["b"].nbytes + tensors["strided"].nbytes
+
+
+def test_the_first_bucket_is_filled_while_the_engine_is_waited_for_and_no_other(registry, pool) -> None:
+    new = {name: torch.full((64,), float(at)) for at, name in enumerate("abc")}
+    taken: list[str] = []
+
+    def tensors():
+        for name, value in new.items():
+            taken.append(name)
+            yield value
+
+    with join(registry, pool) as sender:
+        sending = pool.submit(sender.broadcast, manifest_of(new), tensors(), 256)
+        assert eventually(lambda: taken == ["a"])
+        time.sleep(0.1)
+        assert taken == ["a"]
+        sink = FakeSink(manifest_of(new))
+        receive(registry, sink, bucket_bytes=256)
+        sending.result()
+        assert taken == ["a", "b", "c"]
+        assert_arrived(sink, new.values())
 
 
 @pytest.mark.case("B025")
