@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m tests.trl.ddp_trainer ADDRESS MODEL OUT [OPTIONS]
 
 With --kill PID, rank 0 kills that process (the engine) after the second step, and the ranks wait --restart-s
-seconds for another. With --fsdp2 the model is sharded, else each rank has it whole.
+seconds for another. With --fsdp2 the model is sharded, else each rank has it whole. With --uncorrected the
+loss weighs nothing by the engine's log-probabilities, whose last bits depend on what ran beside a sequence.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--kill", type=int, default=0)
     parser.add_argument("--restart-s", type=float, default=60.0)
     parser.add_argument("--fsdp2", action="store_true")
+    parser.add_argument("--uncorrected", action="store_true")
     args = parser.parse_args()
     if args.fsdp2:
         from tests.trl.fsdp_on_cpu import install
@@ -97,6 +99,7 @@ def main() -> None:
         per_device_train_batch_size=PER_RANK,
         max_steps=NUM_STEPS,
         ddp_backend="gloo",
+        vllm_importance_sampling_correction=not args.uncorrected,
         **(FSDP2 if args.fsdp2 else {}),
     )
     error = ""

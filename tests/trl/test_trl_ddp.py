@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def test_both_ranks_end_when_the_engine_stays_away(chat_model_dir, tmp_path):
 @pytest.mark.timeout(600)  # two runs
 def test_both_ranks_go_on_when_the_engine_is_replaced(chat_model_dir, tmp_path):
     with Replaceable(chat_model_dir, "--num-pages", "256") as replaceable:
-        undisturbed = run_ranks(2, replaceable.address, chat_model_dir, tmp_path / "undisturbed")
+        run = partial(run_ranks, 2, replaceable.address, chat_model_dir)
+        undisturbed = run(tmp_path / "undisturbed", "--uncorrected")
         killed = replaceable.engine.process
 
         def replace() -> None:
@@ -68,7 +70,7 @@ def test_both_ranks_go_on_when_the_engine_is_replaced(chat_model_dir, tmp_path):
 
         replacing = threading.Thread(target=replace)
         replacing.start()
-        ranks = run_ranks(2, replaceable.address, chat_model_dir, tmp_path / "two", "--kill", str(killed.pid))
+        ranks = run(tmp_path / "two", "--uncorrected", "--kill", str(killed.pid))
         replacing.join()
         assert [rank["error"] for rank in ranks] == ["", ""]
         for rank, expected in zip(ranks, undisturbed, strict=True):
