@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -40,6 +39,7 @@ from weight_updater.meeting import (
     FAILED,
     LOOK_S,
     Member,
+    Party,
     compare_headers,
     connect,
     refusal,
@@ -50,7 +50,7 @@ from weight_updater.meeting import (
 _HEADER_BYTES = 1024
 
 
-class GlooGroup:
+class GlooGroup(Party):
     """A joined group. One thread uses it; any may `abort`.
 
     Args:
@@ -66,11 +66,9 @@ class GlooGroup:
     """Broadcasts that may be under way at once."""
 
     def __init__(self, member: Member, listener: socket.socket | None = None) -> None:
-        self.member = member
+        super().__init__(member)
         self.device = torch.device("cpu")
-        self._stopped = threading.Event()
         self._failed = False
-        self._store: Any = None  # torch's stubs leave out half of the methods
         self._group: Any = None
         deadline = time.monotonic() + member.timeout_s
         try:
@@ -126,21 +124,6 @@ class GlooGroup:
         with self._errors("waiting for all ranks to finish", timeout_s):
             self._finish(self._group.allreduce([torch.ones(1, dtype=torch.int64)], options))
 
-    def tell_failure(self, text: str) -> None:
-        """Leave word of why this rank gives up, for the error of the others."""
-        store = self._store  # another thread may be closing
-        if store is not None:
-            with contextlib.suppress(RuntimeError):
-                store.set(FAILED, f"rank {self.member.rank}: {text}")
-
-    def rank_0_lives(self) -> bool:
-        """Whether rank 0 still answers and no rank gave up; within a few seconds."""
-        try:
-            self._store.set_timeout(timedelta(seconds=3))
-            return not self._store.check([FAILED])
-        except RuntimeError:
-            return False
-
     def rank_0_gone(self) -> bool:
         """Whether rank 0 has left or died. One that is slow to answer is not gone."""
         try:
@@ -150,11 +133,6 @@ class GlooGroup:
         except RuntimeError:
             return False
         return False
-
-    def abort(self, text: str) -> None:
-        """Give up: whoever waits, here or at another rank, gets an error with `text` soon. ANY THREAD."""
-        self._stopped.set()
-        self.tell_failure(text)
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Drop the group, and at rank 0 the store with its port; harmless twice.
@@ -186,8 +164,7 @@ class GlooGroup:
                 if self._stopped.is_set():
                     raise RuntimeError("the group was closed meanwhile")
                 if time.monotonic() >= next_look:
-                    if self._store.check([FAILED]):  # raises if rank 0 is gone
-                        raise RuntimeError("a rank gave up")
+                    self._look()
                     next_look = time.monotonic() + LOOK_S
                 time.sleep(pause)
                 pause = min(pause + 0.0001, 0.001)
@@ -204,15 +181,6 @@ class GlooGroup:
             raise refusal(
                 error, f"{self.member}: {doing} (at most {timeout_s:g} s) failed", self._told()
             ) from error
-
-    def _told(self) -> str:
-        """What a rank that gave up left, or nothing."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set_timeout(timedelta(seconds=1))
-            if self._store.check([FAILED]):
-                told: str = self._store.get(FAILED).decode()
-                return told
-        return ""
 
 
 def _meet(member: Member, store: Any, deadline: float) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,63 @@ class Facts:
     same: Mapping[str, str] = field(default_factory=dict)
     place: str = ""
     advice: str = ""
+
+
+class Party:
+    """What a joined group of any backend has: its store, and how this rank gives up or hears of others.
+
+    One thread uses it; any may `abort`.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self._store: Any = None  # torch's stubs leave out half of the methods
+        self._stopped = threading.Event()
+        self._why = ""  # this rank gave up; the first word counts
+
+    def tell_failure(self, text: str) -> None:
+        """Leave word of why this rank gives up, for the error of the others; the group's first word stays."""
+        with contextlib.suppress(RuntimeError):
+            self._store_now().compare_set(FAILED, "", f"rank {self.member.rank}: {text}")
+
+    def rank_0_lives(self) -> bool:
+        """Whether rank 0 still answers and no rank gave up; within a few seconds."""
+        try:
+            store = self._store_now()
+            store.set_timeout(timedelta(seconds=3))
+            return not store.check([FAILED])
+        except RuntimeError:
+            return False
+
+    def abort(self, text: str) -> None:
+        """Give up: whoever waits, here or at another rank, gets an error with `text` soon. ANY THREAD."""
+        self._why = self._why or text  # before anyone sees that it has stopped
+        self._stopped.set()
+        self.tell_failure(self._why)
+
+    def _store_now(self) -> Any:
+        """The store; another thread may be closing."""
+        store = self._store
+        if store is None:
+            raise RuntimeError("the group was closed meanwhile")
+        return store
+
+    def _look(self) -> None:
+        """Raise RuntimeError if another rank gave up, or if rank 0 is gone."""
+        if self._store_now().check([FAILED]):
+            raise RuntimeError("a rank gave up")
+
+    def _told(self) -> str:
+        """Why this rank was made to give up, or what another one that did left; "" if neither."""
+        if self._why:
+            return self._why
+        with contextlib.suppress(RuntimeError):
+            store = self._store_now()
+            store.set_timeout(timedelta(seconds=1))
+            if store.check([FAILED]):
+                told: str = store.get(FAILED).decode()
+                return told
+        return ""
 
 
 def refusal(error: RuntimeError, context: str, told: str = "") -> UpdateRefused:

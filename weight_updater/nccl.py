@@ -33,11 +33,11 @@ from weight_updater.device_memory import device_uuid
 from weight_updater.errors import UpdateRefused
 from weight_updater.lingering import let_go_later
 from weight_updater.meeting import (
-    FAILED,
     LOOK_S,
     Facts,
     HeaderRefused,
     Member,
+    Party,
     compare_headers,
     connect,
     header_of,
@@ -141,7 +141,7 @@ def _no_watchdog() -> Iterator[None]:
                 os.environ[name] = before
 
 
-class NcclGroup:
+class NcclGroup(Party):
     """A joined group. One thread uses it; any may `abort`.
 
     Args:
@@ -166,12 +166,10 @@ class NcclGroup:
         *,
         build: Build = build_nccl,
     ) -> None:
-        self.member = member
+        super().__init__(member)
         self.device = device
-        self._stopped = threading.Event()
         self._aborting = threading.Lock()
         self._sequence = 0
-        self._store: Any = None
         self._group: ProcessGroup | None = None
         deadline = time.monotonic() + member.timeout_s
         try:
@@ -229,25 +227,11 @@ class NcclGroup:
             self._store_now().set(self._key("done", self.member.rank), "1")
             self._await_all("done", timeout_s)
 
-    def tell_failure(self, text: str) -> None:
-        """Leave word of why this rank gives up, for the error of the others."""
-        with contextlib.suppress(RuntimeError):
-            self._store_now().set(FAILED, f"rank {self.member.rank}: {text}")
-
-    def rank_0_lives(self) -> bool:
-        """Whether rank 0 still answers and no rank gave up; within a few seconds."""
-        try:
-            self._store_now().set_timeout(timedelta(seconds=3))
-            return not self._store_now().check([FAILED])
-        except RuntimeError:
-            return False
-
     def abort(self, text: str) -> None:
         """Give up: whoever waits, here or at another rank, gets an error with `text` soon, and the device is
         free of the group's operations. ANY THREAD.
         """
-        self._stopped.set()
-        self.tell_failure(text)
+        super().abort(text)
         self._abort_communicator()
 
     def close(self, *, linger_s: float = 0.0) -> None:
@@ -270,13 +254,6 @@ class NcclGroup:
             if group is not None:
                 with contextlib.suppress(RuntimeError):
                     _within(group.abort, time.monotonic() + _ABORT_S)
-
-    def _store_now(self) -> Any:
-        """The store; another thread may be closing."""
-        store = self._store
-        if store is None:
-            raise RuntimeError("the group was closed meanwhile")
-        return store
 
     def _key(self, what: str, rank: int, sequence: int = 0) -> str:
         return f"rollsync/{what}/{sequence or self._sequence}/{rank}"
@@ -308,8 +285,7 @@ class NcclGroup:
             if now >= deadline:
                 raise RuntimeError("it timed out; a peer may be dead or late")
             if now >= next_look:
-                if self._store_now().check([FAILED]):  # raises if rank 0 is gone
-                    raise RuntimeError("a rank gave up")
+                self._look()
                 next_look = now + LOOK_S
             time.sleep(pause)
             pause = min(pause + 0.00002, longest_pause_s)
@@ -323,16 +299,6 @@ class NcclGroup:
             self._stopped.set()
             self._abort_communicator()
             raise refusal(error, f"{self.member}: {doing} (at most {timeout_s:g} s) failed", told) from error
-
-    def _told(self) -> str:
-        """What a rank that gave up left, or nothing."""
-        with contextlib.suppress(RuntimeError):
-            store = self._store_now()
-            store.set_timeout(timedelta(seconds=1))
-            if store.check([FAILED]):
-                told: str = store.get(FAILED).decode()
-                return told
-        return ""
 
 
 def from_rank_0() -> Any:

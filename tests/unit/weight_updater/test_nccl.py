@@ -162,7 +162,16 @@ def test_a_sender_that_never_sends_ends_the_receiver_at_its_deadline(world, monk
         assert "agreeing" in refused.value.message
 
 
-def test_an_update_that_ends_aborts_what_writes_to_its_destination(world, monkeypatch):
+@pytest.mark.parametrize("speaks_first", ["who ends it", "who receives"])
+def test_an_update_that_ends_aborts_what_writes_to_its_destination(world, monkeypatch, speaks_first):
+    here, tell = threading.current_thread(), NcclGroup.tell_failure
+
+    def tell_failure(group: NcclGroup, text: str) -> None:
+        if speaks_first == "who receives" and threading.current_thread() is here:
+            time.sleep(0.5)
+        tell(group, text)
+
+    monkeypatch.setattr(NcclGroup, "tell_failure", tell_failure)
     target, new = TinyTarget(), weights(8)
     manifest = manifest_of(new)
     sink = sink_for(target, manifest)
@@ -179,6 +188,15 @@ def test_an_update_that_ends_aborts_what_writes_to_its_destination(world, monkey
             receiving.result()
         with pytest.raises(UpdateRefused, match="the update ended"):
             sending.result()
+
+
+def test_the_first_word_of_why_a_group_ended_is_the_one_that_all_hear(world, monkeypatch):
+    with world.join(monkeypatch) as sender:
+        (receiver,) = (group for group, _ in world.registry._groups.values())
+        receiver.kill()
+        sender._group.tell_failure("too late")
+        with pytest.raises(UpdateRefused, match="rank 0 .* failed: rank 1: the group was destroyed"):
+            sender.broadcast(manifest_of(weights(1)), list(weights(1).values()), 256)
 
 
 def test_closing_the_sender_ends_both_sides(world, monkeypatch):
