@@ -46,6 +46,7 @@ from weight_updater.meeting import (
     say_hello,
     take_back_hello,
 )
+from weight_updater.store import Store
 
 _HEADER_BYTES = 1024
 
@@ -127,7 +128,7 @@ class GlooGroup(Party):
     def rank_0_gone(self) -> bool:
         """Whether rank 0 has left or died. One that is slow to answer is not gone."""
         try:
-            self._store.check([FAILED])
+            self._store_now().check([FAILED])
         except DistNetworkError:
             return True
         except RuntimeError:
@@ -164,7 +165,7 @@ class GlooGroup(Party):
                 if self._stopped.is_set():
                     raise RuntimeError("the group was closed meanwhile")
                 if time.monotonic() >= next_look:
-                    self._look()
+                    self._look(self.member.timeout_s)
                     next_look = time.monotonic() + LOOK_S
                 time.sleep(pause)
                 pause = min(pause + 0.0001, 0.001)
@@ -183,7 +184,7 @@ class GlooGroup(Party):
             ) from error
 
 
-def _meet(member: Member, store: Any, deadline: float) -> Any:
+def _meet(member: Member, store: Store, deadline: float) -> Any:
     """Say hello, hear all hellos, build the group."""
     say_hello(member, store, deadline)
     try:
@@ -192,7 +193,7 @@ def _meet(member: Member, store: Any, deadline: float) -> Any:
         options._devices = [gloo.create_device(hostname=_own_address(member))]
         options._timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
         return gloo(
-            PrefixStore(f"rollsync/{member.group_name}", store), member.rank, member.world_size, options
+            PrefixStore(f"rollsync/{member.group_name}", store.raw), member.rank, member.world_size, options
         )
     except BaseException:
         take_back_hello(member, store)

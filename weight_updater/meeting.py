@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from weight_updater.buckets import BucketPlan
 from weight_updater.errors import Reason, UpdateRefused
+from weight_updater.store import Aside, Store
 
 PROTOCOL = 2
 FAILED = "rollsync/failed"
@@ -33,6 +34,7 @@ LOOK_S = 0.25
 """How often who waits in an operation looks whether another rank gave up."""
 
 _POLL_S = 0.02
+_WORD_S = 2.0  # to leave or hear word of a failure: rank 0 may be what failed
 _LEAVING_S = 3.0  # a trainer keeps the store of a group that failed for a second
 
 
@@ -82,21 +84,19 @@ class Party:
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        self._store: Any = None  # torch's stubs leave out half of the methods
+        self._store: Store | None = None
         self._stopped = threading.Event()
         self._why = ""  # this rank gave up; the first word counts
 
     def tell_failure(self, text: str) -> None:
         """Leave word of why this rank gives up, for the error of the others; the group's first word stays."""
         with contextlib.suppress(RuntimeError):
-            self._store_now().compare_set(FAILED, "", f"rank {self.member.rank}: {text}")
+            self._store_now().set_once(FAILED, f"rank {self.member.rank}: {text}", limit_s=_WORD_S)
 
     def rank_0_lives(self) -> bool:
         """Whether rank 0 still answers and no rank gave up; within a few seconds."""
         try:
-            store = self._store_now()
-            store.set_timeout(timedelta(seconds=3))
-            return not store.check([FAILED])
+            return not self._store_now().check([FAILED], limit_s=3.0)
         except RuntimeError:
             return False
 
@@ -106,16 +106,16 @@ class Party:
         self._stopped.set()
         self.tell_failure(self._why)
 
-    def _store_now(self) -> Any:
+    def _store_now(self) -> Store:
         """The store; another thread may be closing."""
         store = self._store
         if store is None:
             raise RuntimeError("the group was closed meanwhile")
         return store
 
-    def _look(self) -> None:
-        """Raise RuntimeError if another rank gave up, or if rank 0 is gone."""
-        if self._store_now().check([FAILED]):
+    def _look(self, limit_s: float) -> None:
+        """Raise RuntimeError if another rank gave up, or if rank 0 is gone or does not answer in time."""
+        if self._store_now().check([FAILED], limit_s=limit_s):
             raise RuntimeError("a rank gave up")
 
     def _told(self) -> str:
@@ -123,12 +123,13 @@ class Party:
         if self._why:
             return self._why
         with contextlib.suppress(RuntimeError):
-            store = self._store_now()
-            store.set_timeout(timedelta(seconds=1))
-            if store.check([FAILED]):
-                told: str = store.get(FAILED).decode()
-                return told
+            return (self._store_now().read(FAILED, limit_s=_WORD_S) or b"").decode()
         return ""
+
+
+def left_s(deadline: float) -> float:
+    """Seconds until a `time.monotonic()`, not below 0."""
+    return max(0.0, deadline - time.monotonic())
 
 
 def refusal(error: RuntimeError, context: str, told: str = "") -> UpdateRefused:
@@ -164,38 +165,48 @@ def listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def connect(member: Member, listener: socket.socket | None) -> Any:
-    """The store of a group; rank 0 hosts it on `listener`. torch's stubs leave out half of its methods."""
-    limit = timedelta(seconds=member.timeout_s)
+def connect(member: Member, listener: socket.socket | None) -> Store:
+    """The store of a group; rank 0 hosts it on `listener`.
+
+    Raises:
+        RuntimeError: rank 0 does not answer in time.
+    """
     if listener is None:
         return _join_store(member)
-    return TCPStore(
+    raw = TCPStore(
         member.address,
         member.port,
         None,
         True,
-        limit,
+        timedelta(seconds=member.timeout_s),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+    return Store(raw, None, member.timeout_s)
 
 
-def _join_store(member: Member) -> Any:
+def _join_store(member: Member) -> Store:
     """The store that listens at rank 0's port; not that of a group which met, failed, and is about to leave
     the port to the next one.
     """
     deadline = time.monotonic() + member.timeout_s
     patience = time.monotonic() + _LEAVING_S
+    aside = Aside("store")
+
+    def join() -> TCPStore:
+        limit = timedelta(seconds=max(0.1, left_s(deadline)))
+        return TCPStore(member.address, member.port, None, False, limit, wait_for_workers=False)
+
     while True:
-        left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-        store: Any = TCPStore(member.address, member.port, None, False, left, wait_for_workers=False)
+        # A second more: TCPStore's own error says where nobody listened.
+        store = Store(aside.call(join, left_s(deadline) + 1.0), aside, member.timeout_s)
         if time.monotonic() >= min(patience, deadline) or not store.check([FAILED, _ALL_MET]):
             return store
         del store
         time.sleep(0.1)
 
 
-def say_hello(member: Member, store: Any, deadline: float, facts: Facts | None = None) -> None:
+def say_hello(member: Member, store: Store, deadline: float, facts: Facts | None = None) -> None:
     """Say hello and hear all hellos.
 
     Raises:
@@ -231,20 +242,20 @@ def say_hello(member: Member, store: Any, deadline: float, facts: Facts | None =
         raise
 
 
-def take_back_hello(member: Member, store: Any) -> None:
+def take_back_hello(member: Member, store: Store) -> None:
     """So that this rank may come again."""
     with contextlib.suppress(RuntimeError):
         store.delete_key(f"rollsync/hello/{member.rank}")
         store.add(f"rollsync/claim/{member.rank}", -1)
 
 
-def _await_hello(member: Member, store: Any, rank: int, deadline: float, facts: Facts) -> None:
+def _await_hello(member: Member, store: Store, rank: int, deadline: float, facts: Facts) -> None:
     key = f"rollsync/hello/{rank}"
-    while (told := _read(store, key)) is None and not store.check([FAILED]) and time.monotonic() < deadline:
+    while (told := store.read(key)) is None and not store.check([FAILED]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     # After the reading: who rules the group out says so first, and takes its hello back then.
-    if store.check([FAILED]):
-        raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {store.get(FAILED).decode()}")
+    if failed := store.read(FAILED):
+        raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {failed.decode()}")
     if told is None:
         raise UpdateRefused(
             Reason.TIMEOUT,
@@ -268,13 +279,6 @@ def _await_hello(member: Member, store: Any, rank: int, deadline: float, facts: 
         _rule_out(member, store, f"ranks {member.rank} and {rank} are both on {facts.place}; {facts.advice}")
 
 
-def _read(store: Any, key: str) -> bytes | None:
-    """What a key holds; None if it is not there, where `get` would wait for it."""
-    absent = "absent"
-    held: bytes = store.compare_set(key, absent, absent)
-    return None if held == absent.encode() else held
-
-
 def _both(member: Member, rank: int, ours: object, theirs: object) -> str:
     def shown(value: object) -> str:
         return "not set" if value is None else repr(value)
@@ -282,13 +286,13 @@ def _both(member: Member, rank: int, ours: object, theirs: object) -> str:
     return f"{shown(ours)} at rank {member.rank}, {shown(theirs)} at rank {rank}"
 
 
-def _rule_out(member: Member, store: Any, text: str) -> NoReturn:
+def _rule_out(member: Member, store: Store, text: str) -> NoReturn:
     """Refuse the group here, and leave word for the others."""
     _leave_word(store, text)
     raise UpdateRefused(Reason.INVALID_UPDATE, f"{member}: {text}")
 
 
-def _leave_word(store: Any, text: str) -> None:
+def _leave_word(store: Store, text: str) -> None:
     """Tell the others why they will not meet; not those of a group that has met, which a stranger came to."""
     if not store.check([_ALL_MET]):
         store.set(FAILED, text)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import socket
 import threading
 import time
@@ -41,10 +40,12 @@ from weight_updater.meeting import (
     compare_headers,
     connect,
     header_of,
+    left_s,
     refusal,
     say_hello,
     take_back_hello,
 )
+from weight_updater.store import within
 
 NCCL_BUCKET_BYTES = 1 << 30
 """Size of a bucket where the sender names none: fewer, larger broadcasts come nearer to the link's speed."""
@@ -52,6 +53,7 @@ NCCL_BUCKET_BYTES = 1 << 30
 COMPARED_SETTINGS = ("NCCL_CUMEM", "NCCL_P2P_")
 """Starts of the variables that say how NCCL moves bytes; ranks that differ in one fail, or lack memory."""
 
+_ASK_S = 0.1  # the least that the store is given for an answer
 _ABORT_S = 5.0  # an abort that takes longer goes on by itself
 _ENVIRONMENT = threading.Lock()
 
@@ -176,12 +178,16 @@ class NcclGroup(Party):
             self._store = connect(member, listener)
             say_hello(member, self._store, deadline, facts_of(device))
             try:
-                self._group = _within(lambda: build(self._store, member, device), deadline)
+                self._group = within(self._built_by(build), left_s(deadline), name="nccl")
             except BaseException:
                 take_back_hello(member, self._store)
                 raise
         except RuntimeError as error:  # all errors of torch.distributed are RuntimeErrors
             raise refusal(error, f"{member}: the rendezvous failed") from error
+
+    def _built_by(self, build: Build) -> Callable[[], ProcessGroup]:
+        raw = self._store_now().raw
+        return lambda: build(raw, self.member, self.device)
 
     def on_device(self) -> AbstractContextManager[object]:
         """A block in which this rank's device is the calling thread's."""
@@ -196,10 +202,8 @@ class NcclGroup(Party):
         """
         self._sequence += 1
         with self._errors("agreeing on the buckets", timeout_s):
-            self._forget(self._sequence - 2)  # that all ranks are done with
-            self._store_now().set(self._key("header", self.member.rank), json.dumps(header_of(plan)))
-            self._await_all("header", timeout_s)
-            headers = [json.loads(self._store_now().get(key)) for key in self._keys("header")]
+            self._tell_all("header", json.dumps(header_of(plan)), timeout_s)
+            headers = [json.loads(self._store_now().read(key) or b"{}") for key in self._keys("header")]
         try:
             compare_headers(self.member, headers)
         except UpdateRefused as error:
@@ -218,14 +222,13 @@ class NcclGroup(Party):
     def wait(self, work: Work, bucket: int, timeout_s: float) -> None:
         """Until a broadcast has ended on the device. Raises UpdateRefused: TIMEOUT or PEER_LOST."""
         with self._errors(f"broadcasting bucket {bucket}", timeout_s):
-            self._until(work.is_completed, timeout_s, longest_pause_s=0.0002)
+            self._until(work.is_completed, time.monotonic() + timeout_s, longest_pause_s=0.0002)
             work.wait()
 
     def finish(self, timeout_s: float) -> None:
         """Until all ranks have put away all bytes. Raises UpdateRefused: TIMEOUT or PEER_LOST."""
         with self._errors("waiting for all ranks to finish", timeout_s):
-            self._store_now().set(self._key("done", self.member.rank), "1")
-            self._await_all("done", timeout_s)
+            self._tell_all("done", "1", timeout_s)
 
     def abort(self, text: str) -> None:
         """Give up: whoever waits, here or at another rank, gets an error with `text` soon, and the device is
@@ -253,7 +256,7 @@ class NcclGroup(Party):
             group, self._group = self._group, None
             if group is not None:
                 with contextlib.suppress(RuntimeError):
-                    _within(group.abort, time.monotonic() + _ABORT_S)
+                    within(group.abort, _ABORT_S, name="nccl")
 
     def _key(self, what: str, rank: int, sequence: int = 0) -> str:
         return f"rollsync/{what}/{sequence or self._sequence}/{rank}"
@@ -261,21 +264,27 @@ class NcclGroup(Party):
     def _keys(self, what: str) -> list[str]:
         return [self._key(what, rank) for rank in range(self.member.world_size)]
 
-    def _forget(self, sequence: int) -> None:
-        for what in ("header", "done") if sequence > 0 else ():
-            self._store_now().delete_key(self._key(what, self.member.rank, sequence))
-
-    def _await_all(self, what: str, timeout_s: float) -> None:
+    def _tell_all(self, what: str, value: str, timeout_s: float) -> None:
+        """Tell the others this rank's value, and wait until all have told theirs."""
+        # No local holds the store: an error's frames would keep rank 0's port.
+        deadline = time.monotonic() + timeout_s
         keys = self._keys(what)
-        self._until(lambda: self._store_now().check(keys), timeout_s, longest_pause_s=0.005)
+        self._store_now().limit_s = max(_ASK_S, timeout_s)
+        if self._sequence > 2:  # all ranks are done with the update before the last
+            self._store_now().delete_key(self._key(what, self.member.rank, self._sequence - 2))
+        self._store_now().set(self._key(what, self.member.rank), value)
 
-    def _until(self, ended: Callable[[], bool], timeout_s: float, *, longest_pause_s: float) -> None:
+        def told() -> bool:
+            return self._store_now().check(keys, limit_s=max(_ASK_S, left_s(deadline)))
+
+        self._until(told, deadline, longest_pause_s=0.005)
+
+    def _until(self, ended: Callable[[], bool], deadline: float, *, longest_pause_s: float) -> None:
         """Ask until it has, and notice meanwhile that this or another rank gave up.
 
         Raises:
-            RuntimeError: it has not within `timeout_s`, or never will.
+            RuntimeError: it has not by `deadline`, or never will.
         """
-        deadline = time.monotonic() + timeout_s
         next_look = time.monotonic() + LOOK_S
         pause = 0.0
         while not ended():
@@ -285,7 +294,7 @@ class NcclGroup(Party):
             if now >= deadline:
                 raise RuntimeError("it timed out; a peer may be dead or late")
             if now >= next_look:
-                self._look()
+                self._look(max(_ASK_S, deadline - now))
                 next_look = now + LOOK_S
             time.sleep(pause)
             pause = min(pause + 0.00002, longest_pause_s)
@@ -307,28 +316,3 @@ def from_rank_0() -> Any:
     options.rootRank = 0
     options.rootTensor = 0
     return options
-
-
-def _within(call: Callable[[], Any], deadline: float) -> Any:
-    """What `call` gives, if it does by `deadline`; else it goes on alone, and its result is dropped.
-
-    Raises:
-        RuntimeError: it timed out, or what it raised.
-    """
-    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put((call(), None))
-        except BaseException as error:  # noqa: BLE001  the thread's boundary: it is raised below
-            results.put((None, error))
-
-    # A daemon: what hangs in NCCL must not keep the process from ending.
-    threading.Thread(target=run, name="nccl", daemon=True).start()
-    try:
-        result, error = results.get(timeout=max(0.0, deadline - time.monotonic()))
-    except queue.Empty:
-        raise RuntimeError("it timed out") from None
-    if error is not None:
-        raise error
-    return result

@@ -195,7 +195,7 @@ def test_the_first_word_of_why_a_group_ended_is_the_one_that_all_hear(world, mon
         (receiver,) = (group for group, _ in world.registry._groups.values())
         receiver.kill()
         sender._group.tell_failure("too late")
-        with pytest.raises(UpdateRefused, match="rank 0 .* failed: rank 1: the group was destroyed"):
+        with pytest.raises(UpdateRefused, match=r"rank 0 .* failed: rank 1: the group was destroyed"):
             sender.broadcast(manifest_of(weights(1)), list(weights(1).values()), 256)
 
 
