@@ -80,7 +80,7 @@ class DecodeCudaGraphRunner:
 
     # ------------------------------------------------------------ replay
 
-    def can_run(self, batch: ScheduleBatch) -> bool:
+    def can_run_graph(self, batch: ScheduleBatch) -> bool:
         """Whether a captured pass gives everything that `batch` asks for."""
         return (
             bool(self._captured)
@@ -95,7 +95,7 @@ class DecodeCudaGraphRunner:
         """Replay the pass of the smallest size that fits, and sample."""
         runner, num_rows = self._runner, batch.batch_size
         size = smallest_fit(self._sizes, num_rows)
-        assert size is not None, "can_run was asked"
+        assert size is not None, "can_run_graph was asked"
         captured = self._captured[size]
         write_slots(batch, runner)
         inputs = np.empty((len(self._padding), size), dtype=np.int64)

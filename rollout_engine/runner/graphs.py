@@ -140,7 +140,7 @@ def capture_sizes(
 class GraphRunner(Protocol):
     """Replays captured forward passes of one kind."""
 
-    def can_run(self, batch: ScheduleBatch) -> bool:
+    def can_run_graph(self, batch: ScheduleBatch) -> bool:
         """Whether a captured pass gives everything that `batch` asks for."""
         ...
 

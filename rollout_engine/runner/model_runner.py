@@ -235,7 +235,7 @@ class ModelRunner:
         if mode.is_idle():
             self.forward_counts["idle"] += 1
             return PendingStep(batch)
-        if self.decode_graph is not None and mode.is_cuda_graph() and self.decode_graph.can_run(batch):
+        if self.decode_graph is not None and mode.is_cuda_graph() and self.decode_graph.can_run_graph(batch):
             self.forward_counts["decode_graph"] += 1
             return self.decode_graph.run(batch)
         if mode.is_split_prefill():
@@ -243,7 +243,7 @@ class ModelRunner:
             while not prefill.advance(SPLIT_PREFILL_LAYERS):
                 pass
             return prefill.finish()
-        if self.prefill_graph is not None and mode.is_extend() and self.prefill_graph.can_run(batch):
+        if self.prefill_graph is not None and mode.is_extend() and self.prefill_graph.can_run_graph(batch):
             self.forward_counts["prefill_graph"] += 1
             return self.prefill_graph.run(batch)
         self.forward_counts["eager"] += 1

@@ -119,7 +119,7 @@ class PrefillCudaGraphRunner:
 
     # ------------------------------------------------------------ replay
 
-    def can_run(self, batch: ScheduleBatch) -> bool:
+    def can_run_graph(self, batch: ScheduleBatch) -> bool:
         """Whether a captured pass has room for the batch. What it asks for does not matter: all that differs
         between batches of one size runs outside of the graphs.
         """
@@ -134,7 +134,7 @@ class PrefillCudaGraphRunner:
     def run(self, batch: ScheduleBatch) -> PendingStep:
         """Replay the pieces of the smallest size that fits around the batch's attention, and sample."""
         size = smallest_fit(self._sizes, batch.num_tokens)
-        assert size is not None, "can_run was asked"
+        assert size is not None, "can_run_graph was asked"
         captured = self._captured[size]
         forward = ForwardBatch.init_new(batch, self._runner, captured.inputs)
         forward.attn_backend.plan(forward)

@@ -42,7 +42,7 @@ def warm_up(runner: ModelRunner) -> None:
     """
     started = time.monotonic()
     for batch in _passes(runner):
-        if runner.decode_graph is None or not runner.decode_graph.can_run(batch):
+        if runner.decode_graph is None or not runner.decode_graph.can_run_graph(batch):
             runner.eager.run(batch, ForwardBatch.init_new(batch, runner)).result()
     log.info("kernels_ready", seconds=round(time.monotonic() - started, 1))
 

@@ -83,7 +83,7 @@ def test_graph_runners_are_chosen_when_they_can_run(runner):
         def __init__(self, can: bool) -> None:
             self.can, self.ran = can, 0
 
-        def can_run(self, batch):
+        def can_run_graph(self, batch):
             return self.can
 
         def run(self, batch):

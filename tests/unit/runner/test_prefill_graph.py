@@ -145,13 +145,13 @@ def test_who_can_run(tiny_llama_dir):
             mode, extend_lens=[num_tokens], seq_lens=[num_tokens], input_ids=[3] * num_tokens
         )
 
-    assert prefill.can_run(batch(ForwardMode.EXTEND, 96))
-    assert prefill.can_run(batch(ForwardMode.MIXED, 1))
-    assert not prefill.can_run(batch(ForwardMode.EXTEND, 97))
-    assert not prefill.can_run(batch(ForwardMode.SPLIT_PREFILL, 8))
-    assert not prefill.can_run(batch(ForwardMode.DECODE, 8))
+    assert prefill.can_run_graph(batch(ForwardMode.EXTEND, 96))
+    assert prefill.can_run_graph(batch(ForwardMode.MIXED, 1))
+    assert not prefill.can_run_graph(batch(ForwardMode.EXTEND, 97))
+    assert not prefill.can_run_graph(batch(ForwardMode.SPLIT_PREFILL, 8))
+    assert not prefill.can_run_graph(batch(ForwardMode.DECODE, 8))
     prefill.release()
-    assert not prefill.can_run(batch(ForwardMode.EXTEND, 8))
+    assert not prefill.can_run_graph(batch(ForwardMode.EXTEND, 8))
     assert (prefill.num_captured(), prefill.moved()) == (0, [])
 
 

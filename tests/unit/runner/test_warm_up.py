@@ -35,7 +35,7 @@ def test_it_runs_every_kind_of_pass_and_writes_to_the_padding_page_alone(tiny_ll
     assert all(not layer[: pool.padding_slot].any() for layer in (*pool.k, *pool.v))
 
     class UpToTwo:
-        def can_run(self, batch):
+        def can_run_graph(self, batch):
             return batch.forward_mode.is_decode() and batch.batch_size <= 2
 
     monkeypatch.setattr(runner, "decode_graph", UpToTwo())
