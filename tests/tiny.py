@@ -8,7 +8,7 @@ import torch
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 VOCAB_SIZE = 128
-CONTEXT_LENGTH = 512
+CONTEXT_LENGTH = 2048
 EOS = 2
 
 

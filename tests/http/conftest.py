@@ -35,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def engine(model_dir: Path, root: Path) -> Iterator[RunningEngine]:
     with serve(
-        model_dir, "--weights-root", str(root), "--num-pages", "64", "--max-adapters", "2", forked=True
+        model_dir, "--weights-root", str(root), "--num-pages", "160", "--max-adapters", "2", forked=True
     ) as running:
         yield running
 

@@ -37,7 +37,7 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(model_dir, work_dir) -> Iterator[RunningEngine]:
-    flags = ("--weights-root", str(work_dir), "--num-pages", "64", "--max-adapters", "2")
+    flags = ("--weights-root", str(work_dir), "--num-pages", "128", "--max-adapters", "2")
     with serve(model_dir, *flags, forked=True) as running:
         yield running
 

@@ -250,7 +250,7 @@ def test_the_trainers_death_is_seen_within_a_second(while_writing, engine, model
     child = adopting_trainer(engine, model_dir)
     try:
         assert child.stdout.readline() == "adopted\n"
-        stream = None if while_writing else InFlight(engine, 480 - len(PROMPT))
+        stream = None if while_writing else InFlight(engine)
         if while_writing:
             child.stdin.write("begin\n")
             child.stdin.flush()

@@ -34,7 +34,7 @@ def model_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(model_dir, work_dir) -> Iterator[tuple[RunningEngine, RunningEngine]]:
-    flags = ["--weights-root", str(work_dir), "--num-pages", "64"]
+    flags = ["--weights-root", str(work_dir), "--num-pages", "128"]
     with serve(model_dir, *flags, forked=True) as first, serve(model_dir, *flags, forked=True) as second:
         yield first, second
 

@@ -257,7 +257,7 @@ def test_abort_ends_an_update_in_any_state(state, staging, engine, model):
 def test_abort_ends_an_update_that_waits_for_sequences(staging, engine, model):
     """Nothing has been written yet, with staging none either; and the wait is over at once."""
     source, before = ModuleSource(model), engine.weights.checksums()
-    stream = InFlight(engine, 450)
+    stream = InFlight(engine)
     begun = begin(engine, source, staging=staging, inflight=Inflight.WAIT)
     if staging is Staging.HOST:
         send(engine, begun.update_id, source)

@@ -93,7 +93,7 @@ def test_streams_side_by_side_bring_one_update(engine, model):
 
 def test_streams_that_write_live_park_the_device_once(engine, model):
     source = ModuleSource(model)
-    stream = InFlight(engine, 400)
+    stream = InFlight(engine)
     with Halves(engine, source, staging=Staging.NONE, inflight="abort") as halves:
         until(lambda: half_arrived(engine, source), "half of the bytes arrive")
         assert stream.end().finish_reason == "abort"

@@ -207,7 +207,7 @@ def test_samples_differ_and_a_seed_repeats_them(engine):
 
 
 def test_a_killed_engine_process_fails_everyone_who_waits(model_dir):
-    with serve(model_dir, "--num-pages", "64") as running:
+    with serve(model_dir, "--num-pages", "128") as running:
         model = load_reference(model_dir)
         stream = InFlight(running)
         begin = BeginUpdate(path=Way.TENSOR, manifest=ModuleSource(model).manifest())

@@ -35,6 +35,9 @@ from weight_updater.requests import Path as Way
 PROMPT = [5, 9, 77, 31, 8, 120, 64, 3] * 5
 """40 tokens: two whole pages of 16 and a half."""
 
+IN_FLIGHT_TOKENS = 1600
+"""A completion of so many lasts a second and more: what a test does beside it comes before its end."""
+
 PATHS = ["disk", "distributed", "tensor", "segment", "ipc"]
 """The four paths; `segment` is the tensor path through shared memory."""
 
@@ -166,7 +169,11 @@ class InFlight:
     """A long greedy completion that has begun, and goes on while the test does something else."""
 
     def __init__(
-        self, engine: RunningEngine, num_tokens: int = 400, prompt: Sequence[int] = PROMPT, **request
+        self,
+        engine: RunningEngine,
+        num_tokens: int = IN_FLIGHT_TOKENS,
+        prompt: Sequence[int] = PROMPT,
+        **request,
     ) -> None:
         self.num_tokens = num_tokens
         self._stream = engine.rollout.generate_stream(

@@ -68,8 +68,8 @@ def test_a_directory_without_config_is_refused(tmp_path):
 
 def test_context_length_is_bounded_by_the_model(mistral_dir):
     assert read(mistral_dir, context_length=100).context_length == 100
-    with pytest.raises(ConfigError, match=f"context_length is 513, but .* goes to {CONTEXT_LENGTH}"):
-        read(mistral_dir, context_length=513)
+    with pytest.raises(ConfigError, match=f"context_length is 3000, but .* goes to {CONTEXT_LENGTH}"):
+        read(mistral_dir, context_length=3000)
 
 
 def test_a_sliding_window_is_refused_unless_the_context_fits_in_it(mistral_dir):
