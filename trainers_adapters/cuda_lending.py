@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -68,12 +69,20 @@ class _Known:
     handle: bytes | None
 
 
-_Key = list[tuple[str, int, bool, torch.Size, torch.dtype]]
+_Key = tuple[list[str], list[int], list[bool], list[torch.Size], list[torch.dtype]]
+_SHAPE, _DTYPE = attrgetter("shape"), attrgetter("dtype")
 
 
-def _key(named: Iterable[tuple[str, torch.Tensor]]) -> _Key:
+def _key(named: Sequence[tuple[str, torch.Tensor]]) -> _Key:
     """What is the same as long as tensors lie where they lay; an address is one GPU's alone."""
-    return [(name, t.data_ptr(), t.is_contiguous(), t.shape, t.dtype) for name, t in named]
+    tensors = [tensor for _, tensor in named]
+    return (
+        [name for name, _ in named],
+        list(map(torch.Tensor.data_ptr, tensors)),
+        list(map(torch.Tensor.is_contiguous, tensors)),
+        list(map(_SHAPE, tensors)),
+        list(map(_DTYPE, tensors)),
+    )
 
 
 class CudaLending:
@@ -84,12 +93,12 @@ class CudaLending:
         self._known: dict[int, _Known] = {}  # by identity
         self._buffers: dict[int, DeviceBuffer] = {}  # by GPU
         self._retired: list[DeviceBuffer] = []
-        self._key: _Key = []  # of what `_lent` describes
+        self._key: _Key | None = None  # of what `_lent` describes
         self._columns: Columns | None = None  # of the manifest that it was compared with
         self._indexes: list[int] = []  # of the GPUs
         self._staged: list[tuple[int, torch.Tensor]] = []  # (tensor, its place in a buffer)
         self._lent: Lent | None = None
-        self._kept: list[torch.Tensor] = []
+        self._kept: list[torch.Tensor] = []  # what was lent last, so that its memory is not another's
         self._scans: list[tuple[list[int], Launch, npt.NDArray[np.uint64]]] = []  # by GPU; see `scan`
         self._started: list[Started] = []  # of these, before somebody asked
 
@@ -116,17 +125,18 @@ class CudaLending:
             ValueError: the source does not yield what its manifest says.
             UpdateRefused: MEMORY_UNAVAILABLE, NO_MEMORY.
         """
-        self._kept = []  # before as many new ones are made
         pairs = list(named)
         key = _key(pairs)
         moved = key != self._key
         if moved or manifest.columns is not self._columns:
             for spec, (name, tensor) in zip(manifest.tensors, pairs, strict=True):
                 _check(spec, name, tensor)
-        tensors = [tensor for _, tensor in pairs]
-        self._kept = tensors  # a source may make tensors as it goes; they live until the next push
+        if moved or self._staged or not self._kept:  # strides of what is staged are not in the key
+            self._kept = [tensor.detach() for _, tensor in pairs]
+        tensors = self._kept
         if self._lent is None or moved or not self._still_there():
-            self._scans, self._started, self._key = [], [], []  # if it fails, nothing is as it was described
+            # If it fails, nothing is as it was described.
+            self._scans, self._started, self._key = [], [], None
             self._lent = self._arrange(tensors, manifest)
             self._indexes = sorted({tensor.get_device() for tensor in tensors})
         self._key, self._columns = key, manifest.columns
@@ -136,7 +146,9 @@ class CudaLending:
         return self._lent
 
     def let_go(self) -> None:
-        """Keep the last push's tensors no longer: a source that makes its own has room for new ones then."""
+        """Keep the last push's tensors no longer: a source that makes its own has room for new ones then.
+        Before such a source is asked for them.
+        """
         self._kept, self._started = [], []
 
     def scan(self) -> tuple[list[int], bool]:
@@ -276,7 +288,7 @@ class CudaLending:
 
     def close(self, *, free: bool = True) -> None:
         """Let go of everything; free: as in `forget`."""
-        self._staged, self._kept, self._scans, self._lent, self._key = [], [], [], None, []
+        self._staged, self._kept, self._scans, self._lent, self._key = [], [], [], None, None
         self._columns, self._started = None, []
         self._retired += self._buffers.values()
         self._buffers = {}

@@ -20,7 +20,7 @@ from weight_updater.manifest import Columns
 from weight_updater.packing import PackedBytes
 from weight_updater.small import Bytes
 
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """Subclasses may lie elsewhere than their data pointer says, or in several places."""
 
 _IS_CPU, _SHAPE, _DTYPE = attrgetter("is_cpu"), attrgetter("shape"), attrgetter("dtype")
@@ -62,7 +62,7 @@ class ResidentParameters:
         It keeps no parameter's memory: what was freed is at another address, or is not looked at again.
         """
         if not (
-            _PLAIN.issuperset(map(type, parameters))
+            PLAIN.issuperset(map(type, parameters))
             and all(map(_IS_CPU, parameters))
             and all(map(torch.Tensor.is_contiguous, parameters))
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -79,9 +79,11 @@ class IpcArena(Sender):
         """
         if self._found is None or self._found[0] is not outgoing:
             self._found = None
-            if self._lending is not None:
-                self._lending.let_go()
-            named = [] if outgoing.resident is not None else _all_on_gpus(outgoing.source)
+            named = _parameters_on_gpus(outgoing.source)
+            if named is None:
+                if self._lending is not None:
+                    self._lending.let_go()
+                named = [] if outgoing.resident is not None else _all_on_gpus(outgoing.source)
             if named and outgoing.verify and self._lending is not None:
                 self._lending.start_scan(named)
             self._found = outgoing, named
@@ -145,6 +147,12 @@ class IpcArena(Sender):
         self._lent = None
         if self._lending is not None:
             self._lending.close(free=free)
+
+
+def _parameters_on_gpus(source: Source) -> list[tuple[str, torch.Tensor]] | None:
+    """What a source yields, if it is what a module holds on GPUs and nothing has to be made for it."""
+    look: Callable[[], list[tuple[str, torch.Tensor]] | None] = getattr(source, "on_gpus", lambda: None)
+    return look()
 
 
 def _all_on_gpus(source: Source) -> list[tuple[str, torch.Tensor]]:

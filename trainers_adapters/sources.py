@@ -7,19 +7,21 @@ write to it. Nothing of the trainer is merged, cast or moved in place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from trainers_adapters.parts import Part, check_dtypes, plain_parts, whole
-from trainers_adapters.resident import ResidentParameters
+from trainers_adapters.resident import PLAIN, ResidentParameters
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksums as checksums_of
 from weight_updater.names import is_adapter_name
 from weight_updater.packing import PackedBytes
 from weight_updater.requests import Manifest, TensorSpec
+
+_IS_CUDA, _SHAPE, _DTYPE = attrgetter("is_cuda"), attrgetter("shape"), attrgetter("dtype")
 
 
 class Source(Protocol):
@@ -62,7 +64,7 @@ class ModuleSource:
         refs = [part.refs[0] for part in parts]
         self._places = [ref.owner._parameters for ref in refs], [ref.leaf for ref in refs]
         self._in_memory = ResidentParameters(self._names)
-        self._described: list[tuple[torch.dtype, torch.Size]] = []
+        self._described: tuple[list[torch.dtype], list[torch.Size]] = [], []
         self._manifest = Manifest(())  # of what `_described` says, without checksums
 
     @property
@@ -80,6 +82,15 @@ class ModuleSource:
             return None
         return self._in_memory.look(self._parameters())
 
+    def on_gpus(self) -> list[tuple[str, torch.Tensor]] | None:
+        """What iterating yields, if that is the parameters as they are and all of them lie on GPUs: the
+        parameters themselves, since a tensor made for each would take longer than a look at all of them.
+        """
+        parameters = self._parameters()
+        if self._dtype is not None or not PLAIN.issuperset(map(type, parameters)):
+            return None
+        return list(zip(self._names, parameters, strict=True)) if all(map(_IS_CUDA, parameters)) else None
+
     def _parameters(self) -> list[torch.Tensor]:
         """As they are now: load_state_dict(assign=True), for one, puts others in their place."""
         owners, leaves = self._places
@@ -94,10 +105,12 @@ class ModuleSource:
     def manifest(self, *, checksums: bool = True) -> Manifest:
         if (packed := self.resident()) is not None:
             return packed.manifest(checksums=checksums)
-        described = [(self._dtype or p.dtype, p.shape) for p in self._parameters()]
+        parameters = self._parameters()
+        dtypes = [self._dtype] * len(parameters) if self._dtype else list(map(_DTYPE, parameters))
+        described = dtypes, list(map(_SHAPE, parameters))
         if described != self._described:  # else the same object, whose digest a sender knows
-            named = zip(self._names, described, strict=True)
-            specs = [TensorSpec(name, DTYPE_NAMES[dtype], tuple(shape)) for name, (dtype, shape) in named]
+            columns = zip(self._names, *described, strict=True)
+            specs = [TensorSpec(name, DTYPE_NAMES[dtype], tuple(shape)) for name, dtype, shape in columns]
             self._manifest, self._described = Manifest(tuple(specs)), described
         if not checksums:
             return self._manifest

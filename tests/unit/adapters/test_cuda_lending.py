@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from tests.unit.weight_updater.fake_gpu import FakeGpu, fake_kernels
 from trainers_adapters import cuda_lending, send_ipc
 from trainers_adapters.cuda_lending import CudaLending, Lent
+from trainers_adapters.sources import ModuleSource
 from weight_updater.arena import DTYPE_NAMES
 from weight_updater.checksum import checksum
 from weight_updater.device_memory import Allocation
@@ -98,6 +100,13 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 def view(data: torch.Tensor, start: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     count = torch.Size(shape).numel() * dtype.itemsize
     return data[start : start + count].view(dtype).view(shape)
+
+
+def owned(data: torch.Tensor, start: int, *shape: int) -> torch.Tensor:
+    """`view`, but whose storage tells by a weak reference who keeps it."""
+    array = data.numpy()[start : start + torch.Size(shape).numel() * 2]
+    storage = torch.from_numpy(array).untyped_storage()
+    return torch.empty(0, dtype=torch.bfloat16).set_(storage, 0, shape)  # type: ignore[call-overload]
 
 
 def manifest_of(named: dict[str, torch.Tensor]) -> Manifest:
@@ -303,6 +312,63 @@ def test_what_lies_where_it_lay_is_hashed_while_the_rest_is_compared(
     for value in (1, 2):
         named["c"].fill_(value)
         assert push()[0] == 0, "what is staged is filled first"
+
+
+def test_parameters_that_lie_where_they_lay_are_lent_with_no_tensor_made_for_them(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was lent last is kept until the next push, wherever the parameter points by then."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    fake_kernels(monkeypatch, FakeGpu(), cuda_lending)
+    first, second = memory.allocate(4096), memory.allocate(4096)
+    module = nn.Linear(6, 4)
+    module.weight = nn.Parameter(owned(first, 0, 4, 6))
+    module.bias = nn.Parameter(owned(first, 512, 4))
+    source = ModuleSource(module)
+    lending = CudaLending()
+    num_made, detach = 0, torch.Tensor.detach
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal num_made
+        num_made += 1
+        return detach(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "detach", counted)
+
+    def push() -> tuple[Lent, int]:
+        """What was lent, and how many tensors were made for it."""
+        nonlocal num_made
+        num_made = 0
+        named = source.on_gpus()
+        assert named is not None
+        lent, made = lending.lend(named, source.manifest(checksums=False)), num_made
+        now = {name: detach(parameter) for name, parameter in module.named_parameters()}
+        assert_seen(memory, lent, now)
+        assert lending.scan()[0] == [checksum(tensor) for tensor in now.values()]
+        return lent, made
+
+    lent, made = push()
+    assert made == 2
+    with torch.no_grad():
+        module.weight.fill_(7.0)
+    assert push() == (lent, 0)
+    before = weakref.ref(module.weight.untyped_storage())
+    module.weight.data = owned(second, 0, 4, 6)
+    assert before() is not None, "engines may have it mapped"
+    moved, made = push()
+    assert (made, moved.digest == lent.digest) == (2, False)
+    assert before() is None
+    assert push() == (moved, 0)
+
+
+def test_what_is_staged_is_taken_as_its_parameter_lies_now(memory: Memory) -> None:
+    """Not as it lay at the push before, from the same address and of the same shape."""
+    data = memory.allocate(4096)
+    lending = CudaLending()
+    flat = view(data, 0, 24).copy_(torch.arange(24))
+    for strides in ((1, 4), (2, 8), (1, 6)):
+        named = {"a": flat.as_strided((4, 4), strides)}
+        assert_seen(memory, lend(lending, named), named)
 
 
 def test_a_source_must_yield_what_its_manifest_says(memory: Memory) -> None:

@@ -102,3 +102,32 @@ def test_values_are_read_when_iterated() -> None:
     changed = [a.name for a, b in zip(after.tensors, before.tensors, strict=True) if a.checksum != b.checksum]
     assert changed == ["norm.bias"]
     assert after.digest() == before.digest()
+
+
+def test_what_is_lent_of_gpus_is_the_parameters_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Tiny()
+    on_gpus = {id(parameter) for parameter in module.parameters()}
+    assert ModuleSource(module).on_gpus() is None
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: id(self) in on_gpus))
+    found = ModuleSource(module).on_gpus()
+    assert found is not None
+    expected = [
+        ("embed_tokens.weight", module.embed_tokens.weight),
+        ("norm.weight", module.norm.weight),
+        ("norm.bias", module.norm.bias),
+    ]
+    assert all(
+        a == b and lent is parameter for (a, lent), (b, parameter) in zip(found, expected, strict=True)
+    )
+    assert ModuleSource(module, dtype=torch.float64).on_gpus() is None, "a cast has to be made"
+    on_gpus.remove(id(module.norm.bias))
+    assert ModuleSource(module).on_gpus() is None
+    on_gpus.add(id(module.norm.bias))
+
+    class Elsewhere(nn.Parameter):
+        """As a DTensor is: its own data pointer tells nothing."""
+
+    source = ModuleSource(module)
+    module.norm.bias = Elsewhere(module.norm.bias.detach())
+    on_gpus.add(id(module.norm.bias))
+    assert source.on_gpus() is None
