@@ -19,7 +19,7 @@ from weight_updater import gloo_parent
 @pytest.fixture(scope="session")
 def tied_dir(tmp_path_factory) -> Path:
     """A tiny Llama with a tied head, of which the file has the embedding only, float32. Read only."""
-    return make_tiny(tmp_path_factory.mktemp("tied-llama"), "llama", tied=True, context_length=2048)
+    return make_tiny(tmp_path_factory.mktemp("tied-llama"), "llama", tied=True, context_length=8192)
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -32,7 +32,8 @@ def forked_group_children() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def kept_engine(tied_dir, tmp_path_factory) -> Iterator[Desk]:
-    with desk(tied_dir, reserve_device_staging=True, weights_roots=(tmp_path_factory.getbasetemp(),)) as made:
+    root = tmp_path_factory.getbasetemp()
+    with desk(tied_dir, reserve_device_staging=True, weights_roots=(root,), num_pages=512) as made:
         yield made
 
 

@@ -241,7 +241,7 @@ def test_whatever_fails_the_engine_answers_again(
     for push in (ways.push, ways.push_in_steps):
         prepare_way(ways, way)
         before = live(engine)
-        running = engine.submit(PROMPT, max_tokens=1900).started()
+        running = engine.submit(PROMPT, max_tokens=7900).started()
         with monkeypatch.context() as broken:
             STAGES[stage](engine, broken)
             with pytest.raises((UpdateError, EngineError)):
