@@ -146,9 +146,7 @@ class CudaLending:
         return self._lent
 
     def let_go(self) -> None:
-        """Keep the last push's tensors no longer: a source that makes its own has room for new ones then.
-        Before such a source is asked for them.
-        """
+        """Keep the last push's tensors no longer: a source that makes its own needs the room for new ones."""
         self._kept, self._started = [], []
 
     def scan(self) -> tuple[list[int], bool]:

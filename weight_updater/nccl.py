@@ -178,16 +178,14 @@ class NcclGroup(Party):
             self._store = connect(member, listener)
             say_hello(member, self._store, deadline, facts_of(device))
             try:
-                self._group = within(self._built_by(build), left_s(deadline), name="nccl")
+                self._group = within(
+                    lambda: build(self._store_now().raw, member, device), left_s(deadline), name="nccl"
+                )
             except BaseException:
                 take_back_hello(member, self._store)
                 raise
         except RuntimeError as error:  # all errors of torch.distributed are RuntimeErrors
             raise refusal(error, f"{member}: the rendezvous failed") from error
-
-    def _built_by(self, build: Build) -> Callable[[], ProcessGroup]:
-        raw = self._store_now().raw
-        return lambda: build(raw, self.member, self.device)
 
     def on_device(self) -> AbstractContextManager[object]:
         """A block in which this rank's device is the calling thread's."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.preloaded import interpreter
 from tests.unit.weight_updater.gloo_ends import GroupRegistryScope
+from tests.unit.weight_updater.nccl_wire import World
 from weight_updater import gloo_parent
 from weight_updater.groups import GroupRegistry
 
@@ -28,3 +29,11 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         for started in [found.submit(together.wait, 20) for _ in range(4)]:
             started.result()
         yield found
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.registry.close()
+    made.pool.shutdown()

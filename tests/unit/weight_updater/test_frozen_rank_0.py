@@ -56,14 +56,6 @@ class Trainer:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
-    yield made
-    made.registry.close()
-    made.pool.shutdown()
-
-
-@pytest.fixture
 def joins() -> Iterator[Trainer]:
     trainer = Trainer(free_port(), "joins")
     yield trainer

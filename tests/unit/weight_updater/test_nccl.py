@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,14 +33,6 @@ from weight_updater.nccl_receiver import NcclReceiver
 from weight_updater.plan import plan_update
 from weight_updater.requests import FromDistributed, InitGroup, Manifest, TensorSpec
 from weight_updater.sink import Sink
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
-    yield made
-    made.registry.close()
-    made.pool.shutdown()
 
 
 def sink_for(target: TinyTarget, manifest: Manifest) -> DeviceSink:
